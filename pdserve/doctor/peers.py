@@ -212,7 +212,7 @@ def local_spec(model: ModelConfig, cache: CacheConfig, kernels: CpuKernels, cach
         fingerprint=digest,
         dtype=model.dtype.short,
         block_size=cache.block_size,
-        num_layers=decoder.num_layers,
+        num_layers=decoder.cached_layers,
         kv_heads=decoder.kv_heads,
         head_dim=decoder.head_dim,
         tp_size=1,

@@ -322,7 +322,7 @@ def _engine_spec(config: EngineConfig, decoder: DecoderConfig, tp_size: int, dig
         fingerprint=digest,
         dtype=config.model.dtype.short,
         block_size=config.cache.block_size,
-        num_layers=decoder.num_layers,
+        num_layers=decoder.cached_layers,
         kv_heads=decoder.kv_heads,
         head_dim=decoder.head_dim,
         tp_size=tp_size,

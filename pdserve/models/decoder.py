@@ -10,7 +10,7 @@ import torch
 
 from pdserve.errors import ModelError
 from pdserve.models.checkpoint.decoder_config import DecoderConfig, FallbackConfig, FamilyConfig
-from pdserve.models.layer_groups import layer_groups
+from pdserve.models.layer_groups import Place, layer_groups
 from pdserve.models.parts.attention import SelfAttention
 from pdserve.models.parts.experts import BesideExperts, Experts
 from pdserve.models.parts.feed_forward import FeedForward, Mlp
@@ -23,6 +23,7 @@ from pdserve.models.parts.rotary import PositionTables, query_scales, rotary_tab
 from pdserve.models.parts.vocabulary import PositionTable, VocabParallelEmbedding, vocab_parallel_head
 from pdserve.models.recipe import (
     AttentionRecipe,
+    DraftRecipe,
     ExpertsRecipe,
     LayerRecipe,
     MlpBesideExperts,
@@ -34,6 +35,7 @@ from pdserve.models.recipe import (
 from pdserve.models.step_cache import StepCache
 from pdserve.models.table import FAMILIES
 from pdserve.wire.cache_groups import Keep
+from pdserve_kernels.contract import Linear
 
 
 class Decoder(Protocol):
@@ -49,19 +51,53 @@ class Decoder(Protocol):
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Maps ``[rows, hidden_size]`` to fp32 ``[rows, vocab_size]``."""
 
+    @property
+    def drafter(self) -> Drafter | None:
+        """What drafts tokens, if it has been asked for."""
 
-def build_decoder(config: DecoderConfig, building: Building, max_positions: int, dtype: torch.dtype) -> Decoder:
-    """Returns this rank's part of the model, for contexts of up to ``max_positions``.
+
+class Drafter(Protocol):
+    """Drafts tokens that follow those which the model has computed."""
+
+    def begun(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Maps hidden states ``[tokens, hidden_size]`` that ``Decoder.forward`` gave to those that drafts begin with.
+
+        It changes neither their shape nor those that are given.
+        """
+
+    def forward(
+        self, token_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, cache: StepCache
+    ) -> torch.Tensor:
+        """Maps hidden states at ``positions``, and the ids of the tokens behind these, to hidden states that know both.
+
+        Ids and positions are ``[tokens]``, hidden states ``[tokens, hidden_size]``. ``cache`` has the attention of the
+        group that keeps whole contexts, and no other.
+        """
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Maps what ``forward`` gave, ``[rows, hidden_size]``, to fp32 logits ``[rows, vocab_size]`` of the tokens
+        after the next ones; on ranks other than 0 to ``[rows, 0]``."""
+
+
+def build_decoder(
+    config: DecoderConfig, building: Building, max_positions: int, dtype: torch.dtype, *, drafts: bool = False
+) -> Decoder:
+    """Returns this rank's part of the model, for contexts of up to ``max_positions``. ``drafts`` asks for its drafter.
 
     Raises ModelError if the checkpoint lacks a tensor, has one too many, or cannot be split over the ranks, or if it is
-    a fallback model and paged attention would change its tokens.
+    a fallback model and paged attention would change its tokens, or if there are to be drafts and no layer has them.
     """
+    if drafts and not config.has_draft_layer:
+        raise ModelError(
+            f"{building.checkpoint.path} has no layer that drafts tokens: its files have none (MTP), or the "
+            f"{config.family} family has none here"
+        )
     match config:
         case FamilyConfig():
             building.checkpoint.check_formats()
             # Built without weights first: what is missing or unknown, or has another shape, shows before any is read.
-            RecipeDecoder(config, building.unread(), max_positions, dtype)
-            return RecipeDecoder(config, building, max_positions, dtype)
+            RecipeDecoder(config, building.unread(), max_positions, dtype, drafts=drafts)
+            return RecipeDecoder(config, building, max_positions, dtype, drafts=drafts)
         case FallbackConfig():
             return _fallback_decoder(config, building, dtype)
         case _:
@@ -84,10 +120,16 @@ class RecipeDecoder:
 
     capturable = True
 
-    def __init__(self, config: FamilyConfig, building: Building, max_positions: int, dtype: torch.dtype) -> None:
-        """Takes every tensor of the checkpoint. Raises ModelError on a missing or unknown one."""
+    def __init__(
+        self, config: FamilyConfig, building: Building, max_positions: int, dtype: torch.dtype, *, drafts: bool = False
+    ) -> None:
+        """Takes every tensor of the checkpoint, those of the layer that drafts tokens only for ``drafts``.
+
+        Raises ModelError on a missing or unknown one.
+        """
         checkpoint, recipe = building.checkpoint, config.recipe
-        checkpoint.unwrap(recipe.renamed, recipe.unused, recipe.unused_ends)
+        checkpoint.unwrap(recipe.renamed, recipe.unread(drafts=drafts), recipe.unused_ends)
+        draft = recipe.draft if drafts else None
         shape = (config.vocab_size, config.hidden_size)
         self._embedding = VocabParallelEmbedding(building, recipe.embedding, shape)
         # The factor is rounded like the weights, because models are trained with the rounded one.
@@ -98,16 +140,14 @@ class RecipeDecoder:
         self._positions: PositionTable | None = None
         if recipe.positions is not None:
             self._positions = PositionTable(building, recipe.positions, config.hidden_size, max_positions)
-        kinds = [_positions_of(config, part) for part in recipe.attention]
+        drafting = [] if draft is None or draft.layer.attention is None else [draft.layer.attention]
+        kinds = [_positions_of(config, part) for part in (*recipe.attention, *drafting)]
         distinct = list(dict.fromkeys(kinds))
         self._per_layer: PerLayerInputs | None = None
         if recipe.per_layer is not None:
             self._per_layer = PerLayerInputs(config, building, recipe.per_layer, dtype)
         parts = _Parts(config, building, distinct)
-        self._layers = [
-            _layer(building, layer, parts.prefix(i), config.hidden_size, parts.mixing(i), parts.feeding(i))
-            for i, layer in enumerate(recipe.layers)
-        ]
+        self._layers = [parts.layer(i) for i in range(len(recipe.layers))]
         for i, layer in enumerate(recipe.layers):
             end = load_layer_end(config, building, layer, parts.prefix(i), i)
             if end is not None:
@@ -120,14 +160,25 @@ class RecipeDecoder:
             PositionTables(*rotary_table(rotary, head_dim, *where), query_scales(scale, *where))
             for rotary, scale, head_dim in distinct
         ]
+        self._draft: _DraftLayer | None = None
+        if draft is not None:
+            self._draft = _DraftLayer(
+                load_norm(building, recipe.norm, draft.embedding_norm, config.hidden_size),
+                load_norm(building, recipe.norm, draft.hidden_norm, config.hidden_size),
+                building.linear(building.weight(f"{draft.projection}.weight", (shape[1], 2 * shape[1]))),
+                parts.draft(draft),
+                load_norm(building, recipe.norm, draft.last_norm, config.hidden_size),
+            )
         checkpoint.check_all_taken()
 
+    @property
+    def drafter(self) -> Drafter | None:
+        return None if self._draft is None else _LayerDrafter(self, self._draft)
+
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, cache: StepCache) -> torch.Tensor:
-        residual = self._embedding(token_ids)
-        if self._embedding_scale != 1.0:
-            residual = residual * self._embedding_scale
+        residual = self.embedded(token_ids)
         inputs = None if self._per_layer is None else self._per_layer(token_ids, residual)
-        step = Step([table.at(positions) for table in self._tables], cache, inputs)
+        step = self.step(positions, cache, inputs)
         if self._embedding_norm is not None:
             residual = self._embedding_norm(residual)
         if self._positions is not None:
@@ -138,7 +189,60 @@ class RecipeDecoder:
         return residual if delta is None else residual + delta
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self._head(self._norm(hidden))
+        return self.head(self.normed(hidden))
+
+    def embedded(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Maps ids ``[tokens]`` to ``[tokens, hidden_size]``."""
+        found = self._embedding(token_ids)
+        return found if self._embedding_scale == 1.0 else found * self._embedding_scale
+
+    def step(self, positions: torch.Tensor, cache: StepCache, inputs: torch.Tensor | None = None) -> Step:
+        """Returns what layers are given at ``positions``, ``[tokens]``."""
+        return Step([table.at(positions) for table in self._tables], cache, inputs)
+
+    def normed(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Applies the last norm."""
+        return self._norm(hidden)
+
+    def head(self, normed: torch.Tensor) -> torch.Tensor:
+        """Maps normalised ``[rows, hidden_size]`` to fp32 ``[rows, vocab_size]``."""
+        return self._head(normed)
+
+
+@dataclass(frozen=True, slots=True)
+class _DraftLayer:
+    """The layer of a ``DraftRecipe``."""
+
+    embedding_norm: LoadedNorm
+    hidden_norm: LoadedNorm
+    project: Linear
+    layer: Layer
+    last_norm: LoadedNorm
+
+    def __call__(self, embedded: torch.Tensor, hidden: torch.Tensor, step: Step) -> torch.Tensor:
+        """Maps embeddings and hidden states, both ``[tokens, hidden_size]``, to normalised ones."""
+        both = torch.cat((self.embedding_norm(embedded), self.hidden_norm(hidden)), 1)
+        delta, residual = self.layer(self.project(both), None, step)
+        return self.last_norm(residual) if delta is None else self.last_norm.of_sum(delta, residual)[0]
+
+
+@dataclass(frozen=True, slots=True)
+class _LayerDrafter:
+    """Satisfies ``Drafter`` with a layer of the model."""
+
+    decoder: RecipeDecoder
+    layer: _DraftLayer
+
+    def begun(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.decoder.normed(hidden)
+
+    def forward(
+        self, token_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, cache: StepCache
+    ) -> torch.Tensor:
+        return self.layer(self.decoder.embedded(token_ids), hidden, self.decoder.step(positions, cache))
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.decoder.head(hidden)
 
 
 def _positions_of(config: FamilyConfig, part: AttentionRecipe) -> tuple[Rotary | None, QueryScale | None, int]:
@@ -163,14 +267,30 @@ class _Parts:
     def prefix(self, index: int) -> str:
         return f"{self._config.recipe.layer_prefix}{index}."
 
-    def mixing(self, index: int) -> Part | None:
-        """Returns what lets the tokens of a layer see others: attention, a mixer or both; None if it has neither."""
-        config, building, prefix = self._config, self._building, self.prefix(index)
-        recipe = config.recipe.layers[index]
+    def layer(self, index: int) -> Layer:
+        """Returns layer ``index`` of the model."""
+        recipe, prefix = self._config.recipe.layers[index], self.prefix(index)
+        mix = self._mixing(recipe, prefix, index, self._places.attention[index], self._places.states[index])
+        return _layer(self._building, recipe, prefix, self._config.hidden_size, mix, self._feeding(recipe, prefix))
+
+    def draft(self, draft: DraftRecipe) -> Layer:
+        """Returns the layer that drafts tokens."""
+        recipe, prefix = draft.layer, draft.prefix
+        mix = self._mixing(recipe, prefix, self._config.num_layers, self._places.draft, None)
+        return _layer(self._building, recipe, prefix, self._config.hidden_size, mix, self._feeding(recipe, prefix))
+
+    def _mixing(
+        self, recipe: LayerRecipe, prefix: str, index: int, place: Place | None, state: Place | None
+    ) -> Part | None:
+        """Returns what lets the tokens of a layer see others: attention, a mixer or both; None if it has neither.
+
+        ``place`` is where its keys and values are, and ``state`` its state.
+        """
+        config, building = self._config, self._building
         attend: Part | None = None
         mix: Part | None = None
         scales = recipe.scales
-        if recipe.attention is not None and (place := self._places.attention[index]) is not None:
+        if recipe.attention is not None and place is not None:
             table = self._kinds.index(_positions_of(config, recipe.attention))
             group = self._of_attention.index(place.group)
             built = (config, building, recipe.attention, prefix, place.index)
@@ -179,19 +299,18 @@ class _Parts:
             else:
                 attend = _AttendToLatents(LatentAttention(*built), table, group)
             attend = _scaled(attend, scales.attention_in, scales.attention_out)
-        if recipe.mixer is not None and (place := self._places.states[index]) is not None:
+        if recipe.mixer is not None and state is not None:
             mixer = build_mixer(config, building, recipe.mixer, prefix, index)
             mix = _scaled(
-                _Mix(mixer, self._of_states.index(place.group), place.index), scales.mixer_in, scales.mixer_out
+                _Mix(mixer, self._of_states.index(state.group), state.index), scales.mixer_in, scales.mixer_out
             )
         return _Both(attend, mix) if attend is not None and mix is not None else attend or mix
 
-    def feeding(self, index: int) -> Part | None:
-        layer = self._config.recipe.layers[index]
+    def _feeding(self, layer: LayerRecipe, prefix: str) -> Part | None:
         part = layer.feed_forward
         if part is None:
             return None
-        hidden, building, prefix = self._config.hidden_size, self._building, self.prefix(index)
+        hidden, building = self._config.hidden_size, self._building
         match part:
             case MlpRecipe():
                 feed: FeedForward = Mlp(hidden, building, part, prefix)

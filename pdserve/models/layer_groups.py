@@ -52,6 +52,8 @@ class LayerGroups:
     """The keys and values that each layer of the model attends to; None for a layer without attention."""
     states: tuple[Place | None, ...]
     """The state of each layer; None for a layer without one."""
+    draft: Place | None = None
+    """The keys and values of the layer that drafts tokens, if there is one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,14 +72,14 @@ def layer_groups(config: DecoderConfig) -> LayerGroups:
 
     The first has the layers that see whole contexts, or, if none does, those with the largest window: without layers
     that keep whole contexts, blocks may as well stay. Then come the other windows, and then each shape of a state.
-    A layer that reads the keys and values of another one has its place. Raises ModelError if layers that see whole
-    contexts differ in their heads.
+    A layer that reads the keys and values of another one has its place. The layer that drafts tokens is the last one of
+    its group. Raises ModelError if layers that see whole contexts differ in their heads.
     """
     count = config.num_layers
     seen, states = _seen(config), _states(config)
     whole = _whole(config, seen)
     kinds = dict.fromkeys([whole, *(kind for kind in seen if kind is not None)])
-    groups, attention = list[LayerGroup](), list[Place | None]([None] * count)
+    groups, attention = list[LayerGroup](), list[Place | None]([None] * len(seen))
     for number, kind in enumerate(kinds):
         having = [index for index, found in enumerate(seen) if found == kind]
         for place, index in enumerate(having):
@@ -99,7 +101,8 @@ def layer_groups(config: DecoderConfig) -> LayerGroups:
             kept[index] = Place(len(groups), place)
         name = f"state {number + 1}" if number else "state"
         groups.append(LayerGroup(name, Keep.LATEST, len(having), kind.heads, kind.numbers))
-    return LayerGroups(tuple(groups), tuple(attention), tuple(kept))
+    draft = attention[count] if config.has_draft_layer else None
+    return LayerGroups(tuple(groups), tuple(attention[:count]), tuple(kept), draft)
 
 
 def _whole(config: DecoderConfig, seen: list[_Kind | None]) -> _Kind:
@@ -114,12 +117,18 @@ def _whole(config: DecoderConfig, seen: list[_Kind | None]) -> _Kind:
 
 
 def _seen(config: DecoderConfig) -> list[_Kind | None]:
-    """Returns the keys and values of each layer. Layers of fallback models all keep whole contexts."""
+    """Returns the keys and values of each layer, and then of the one that drafts tokens, if there is one.
+
+    Layers of fallback models all keep whole contexts.
+    """
     plain = _Kind(config.kv_heads, config.head_dim)
     if not isinstance(config, FamilyConfig):
         return [plain] * config.num_layers
     found: list[_Kind | None] = []
-    for layer, window in zip(config.recipe.layers, config.windows, strict=True):
+    layers = list(zip(config.recipe.layers, config.windows, strict=True))
+    if config.recipe.draft is not None:
+        layers.append((config.recipe.draft.layer, None))
+    for layer, window in layers:
         part = layer.attention
         if part is None or part.kv_from is not None:
             found.append(None)

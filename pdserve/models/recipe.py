@@ -7,7 +7,8 @@ recipe says. So a family without a new part has no code of its own that computes
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from pdserve_kernels.activations import Activation
@@ -601,6 +602,30 @@ class PerLayerEmbedding:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftRecipe:
+    """A layer behind the last one that predicts the token after the next one (multi-token prediction).
+
+    At each position it is given the hidden state of the model, after the last norm, and the embedding of the next
+    token. Both are normalised and projected side by side, the embedding first. Then comes ``layer``, with keys and
+    values of its own, and a norm. The head is the model's. What it gives takes the place of the model's hidden state
+    where it drafts further.
+    """
+
+    layer: LayerRecipe
+    tensors: str
+    """What the names of all its tensors begin with."""
+    prefix: str
+    """What the names of those of ``layer`` begin with."""
+    projection: str
+    """Files that have this tensor have such a layer."""
+    embedding_norm: str
+    hidden_norm: str
+    last_norm: str
+    copies: tuple[str, ...] = ()
+    """What names begin with of tensors that are the model's embedding and head once more."""
+
+
+@dataclass(frozen=True, slots=True)
 class ModelRecipe:
     """A whole model. Names are those of tensors, without ``.weight`` or ``.bias``."""
 
@@ -630,8 +655,28 @@ class ModelRecipe:
     """The beginnings of the names, as renamed, of tensors that belong to other parts of a larger model."""
     unused_ends: tuple[str, ...] = ()
     """The ends of the names of tensors that are no weights, such as masks."""
+    draft: DraftRecipe | None = None
+    """The layer that drafts tokens; None if the family, or the files, have none. Files may leave it out."""
+
+    def unread(self, *, drafts: bool) -> tuple[str, ...]:
+        """Returns the beginnings of the names of tensors that are not read, if tokens are drafted or not."""
+        if self.draft is None:
+            return self.unused
+        return (*self.unused, *(self.draft.copies if drafts else (self.draft.tensors,)))
+
+    def without_draft(self) -> ModelRecipe:
+        """Returns the recipe for files that have no layer that drafts tokens, or not all of it."""
+        return replace(self, draft=None, unused=self.unread(drafts=False))
 
     @property
     def attention(self) -> list[AttentionRecipe]:
         """The attention of those layers that have some."""
         return [layer.attention for layer in self.layers if layer.attention is not None]
+
+
+def own_name(name: str, renamed: Iterable[tuple[str, str]]) -> str:
+    """Returns the name that a tensor of a larger model has in the model itself. See ``ModelRecipe.renamed``."""
+    for before, after in renamed:
+        if name.startswith(before):
+            name = after + name.removeprefix(before)
+    return name

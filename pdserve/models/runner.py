@@ -12,6 +12,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
@@ -22,6 +23,7 @@ from pdserve.models.backend import CPU
 from pdserve.models.checkpoint.decoder_config import DecoderConfig, FamilyConfig
 from pdserve.models.checkpoint.weights import Checkpoint
 from pdserve.models.decoder import build_decoder
+from pdserve.models.drafting import Drafting, KnownTokens
 from pdserve.models.latent_plan import LatentStep, plan_latents
 from pdserve.models.parts.projections import Building
 from pdserve.models.rank_cache import TORCH_DTYPES, KvGroup, RankCache, StateGroup, state_runs
@@ -66,6 +68,20 @@ class StepRow:
 
     def table(self, group: int) -> Sequence[int]:
         return self.others[group - 1] if group else self.block_table
+
+
+@dataclass(frozen=True, slots=True)
+class DraftRow:
+    """What has become known of a row of the last step: the tokens behind its first ones.
+
+    ``next_tokens`` are those behind its first ``len(next_tokens)`` tokens, at least one: behind all tokens of a chunk,
+    or behind those that are accepted. ``wanted`` asks for drafts of the tokens behind the last of them.
+    """
+
+    row: int
+    """The number of the row in the step."""
+    next_tokens: Sequence[int]
+    wanted: bool
 
 
 FEW_ROWS = (1, 2, 4)
@@ -284,8 +300,11 @@ class ModelRunner:
         block_kernels: BlockKernels | None = None,
         progress: Callable[[float], None] = lambda share: None,
         bounded: Sequence[int] = (),
+        drafts: bool = False,
     ) -> None:
         """Loads this rank's part of the model. Raises ModelError if the folder does not hold it.
+
+        ``drafts`` asks for the layer with which ``draft`` drafts tokens, too (``DecoderConfig.has_draft_layer``).
 
         The cache has ``num_blocks`` blocks of the group that keeps whole contexts, and ``bounded`` of each other group.
         ``kv_memory``, zeroed and of their bytes, is where to keep it. Without it, the cache is allocated on ``device``.
@@ -299,7 +318,7 @@ class ModelRunner:
         self._heads = heads.stop - heads.start
         self._scale, self._cap = config.attention_scale, config.attention_cap
         self._latent = config.latent if isinstance(config, FamilyConfig) else None
-        self._max_model_len = max_model_len
+        self._max_model_len, self._hidden_size = max_model_len, config.hidden_size
         self._scored_rows = max(1, SCORED_LOGITS // config.vocab_size)
         self._kernels = kernels
         self._tp = tp
@@ -308,7 +327,15 @@ class ModelRunner:
         quantisation = config.quantisation if isinstance(config, FamilyConfig) else None
         checkpoint = Checkpoint(folder, torch_dtype, device, progress, quantisation)
         building = Building(checkpoint, self._kernels, tp, block_kernels, unread)
-        self._decoder = build_decoder(config, building, max_model_len, torch_dtype)
+        self._decoder = build_decoder(config, building, max_model_len, torch_dtype, drafts=drafts)
+        self._drafting: Drafting | None = None
+        if self._decoder.drafter is not None:
+            plan = partial(self._planned_whole, self.cache.attention[0])
+            self._drafting = Drafting(self._decoder.drafter, plan, block_size, max_model_len, tp)
+        self._computed: tuple[Sequence[StepRow], torch.Tensor] | None = None
+        """The rows of the last step and the hidden states of their tokens, if tokens are drafted."""
+        self._recorded_hidden: torch.Tensor | None = None
+        """``[max_rows, hidden_size]``: the hidden states of the last recorded step, if tokens are drafted."""
 
     @torch.inference_mode()
     def run(
@@ -327,6 +354,8 @@ class ModelRunner:
         if self._graphs is not None and score is None:
             logits = self._graphs.run(rows, tokens)
             if logits is not None:
+                if self._recorded_hidden is not None:
+                    self._computed = rows, self._recorded_hidden
                 wanting = [i for i, row in enumerate(rows) if row.wants_logits]
                 return logits if len(wanting) == len(rows) else logits[self._places(wanting)]
         return self._run(rows, tokens, score)
@@ -349,23 +378,49 @@ class ModelRunner:
         if tokens is not None:
             token_ids.copy_(tokens)
         hidden = self._decoder.forward(token_ids, positions, self._planned(rows))
+        if self._drafting is not None:
+            self._computed = rows, hidden
         if score is not None:
             for places in self._scored_places(rows):
                 score(self._decoder.logits(hidden[places]))
         return self._decoder.logits(hidden[wanted])
 
+    @torch.inference_mode()
+    def draft(self, rows: Sequence[DraftRow], count: int) -> list[list[int]]:
+        """Drafts up to ``count`` tokens behind each row that wants some, and completes the cache of the others.
+
+        The layer that drafts keeps a key and a value of each token whose next one is known. So ``rows`` are all of the
+        last step of which a next token is known, in the order of the step, once, before the next step is computed. Rows
+        of one request that share blocks see each other, as in a step. Drafts write the cache behind their row, in its
+        blocks: what is there is written again when the tokens are known. So drafts end where the blocks end, or the
+        longest context.
+
+        Returns the drafts of each row that wants some, in the order of the rows; on all ranks the same. Waits for a
+        GPU. Raises ValueError if no step was computed or the rows do not fit it, RankLost if another rank does not
+        compute the same.
+        """
+        if self._drafting is None or self._computed is None:
+            raise ValueError("there is no step whose tokens can be drafted on: a runner with drafts computes one first")
+        steps, hidden = self._computed
+        starts = list(accumulate((len(step.token_ids) for step in steps), initial=0))
+        known = []
+        for row in rows:
+            step = steps[row.row]
+            if not 0 < len(row.next_tokens) <= len(step.token_ids):
+                raise ValueError(f"{len(row.next_tokens)} next tokens for a row of {len(step.token_ids)}")
+            known.append(KnownTokens(step.start, starts[row.row], row.next_tokens, step.block_table, row.wanted))
+        self._tp.begin_step()
+        return self._drafting(hidden, known, count)
+
     def _planned(self, rows: Sequence[StepRow]) -> StepCache:
         """Returns the cache as these rows use it."""
-        kernels, groups = self._kernels, self.cache.attention
         attention, latents = list[Attention](), list[LatentStep]()
-        for group in groups:
-            spans = _spans(group, rows)
-            if self._latent is None:
-                attention.append(
-                    kernels.plan_attention(group.layout, group.cache, spans, self._heads, self._scale, self._cap)
-                )
+        for group in self.cache.attention:
+            planned = self._planned_group(group, _spans(group, rows))
+            if isinstance(planned, LatentStep):
+                latents.append(planned)
             else:
-                latents.append(plan_latents(kernels, group, spans, self._heads, self._scale, self._latent))
+                attention.append(planned)
         if not self.cache.states:
             return StepCache(attention, (), latents)
         lengths = [len(row.token_ids) for row in rows]
@@ -374,6 +429,16 @@ class ModelRunner:
             runs = state_runs(lengths, [row.table(kept.number) for row in rows], kept, self.kv_cache.device)
             states.append(StepStates(kept.layers, runs))
         return StepCache(attention, states, latents)
+
+    def _planned_whole(self, group: KvGroup, rows: Sequence[AttentionRow]) -> StepCache:
+        """Returns the cache with the group of whole contexts alone, which is ``group``, as these rows use it."""
+        planned = self._planned_group(group, rows)
+        return StepCache((), (), (planned,)) if isinstance(planned, LatentStep) else StepCache((planned,))
+
+    def _planned_group(self, group: KvGroup, rows: Sequence[AttentionRow]) -> Attention | LatentStep:
+        if self._latent is not None:
+            return plan_latents(self._kernels, group, rows, self._heads, self._scale, self._latent)
+        return self._kernels.plan_attention(group.layout, group.cache, rows, self._heads, self._scale, self._cap)
 
     def _scored_places(self, rows: Sequence[StepRow]) -> Iterator[torch.Tensor]:
         """Yields the places of scored tokens in the step, in pieces that are the same on every rank."""
@@ -392,7 +457,10 @@ class ModelRunner:
         """
         if not self._decoder.capturable:
             return
-        cache = self.cache
+        cache, kept = self.cache, None
+        if self._drafting is not None:
+            kept = torch.empty(max_rows, self._hidden_size, dtype=self.layout.dtype, device=self.kv_cache.device)
+        self._recorded_hidden = kept
 
         def compute(inputs: DecodeInputs) -> torch.Tensor:
             planned = [
@@ -413,6 +481,8 @@ class ModelRunner:
                 attention, latents = [], [LatentStep(each, None) for each in planned]
             states = [StepStates(kept.layers, runs) for kept, runs in zip(cache.states, inputs.states, strict=True)]
             hidden = self._decoder.forward(inputs.token_ids, inputs.positions, StepCache(attention, states, latents))
+            if kept is not None:
+                kept[: len(hidden)].copy_(hidden)
             return self._decoder.logits(hidden)
 
         self._graphs = DecodeGraphs(

@@ -15,7 +15,9 @@ from pdserve.models.checkpoint.gguf_file import is_gguf, read_gguf
 from pdserve.models.checkpoint.gguf_settings import gguf_recipe, gguf_settings
 from pdserve.models.checkpoint.model_files import plain_json
 from pdserve.models.checkpoint.quantisation import Quantisation, read_quantisation
+from pdserve.models.checkpoint.safetensors_header import tensor_names
 from pdserve.models.families.settings import FamilySettings
+from pdserve.models.recipe import ModelRecipe, own_name
 from pdserve.models.table import COMPOSITES, FAMILIES, family_of, settings_from_json
 
 log = logging.getLogger(__name__)
@@ -85,9 +87,26 @@ def _of_folder(path: Path, found: _Found) -> FamilyConfig:
     except ModelError as exc:
         raise ModelError(f"the {found.family} model in {path} cannot be served: {exc}") from exc
     config = _family_config(family, settings, path)
-    recipe = within_whole(config.recipe) if composite else config.recipe
+    recipe = _with_what_is_there(within_whole(config.recipe) if composite else config.recipe, path)
     end = _eos_token_ids(settings.eos_token_id, path)
     return replace(config, recipe=recipe, eos_token_ids=end, quantisation=quantisation)
+
+
+def _with_what_is_there(recipe: ModelRecipe, path: Path) -> ModelRecipe:
+    """Returns the recipe with a layer that drafts tokens only if the folder has its weights.
+
+    Configurations are no evidence: transformers writes the number of such layers, and not their weights. A folder
+    whose weights are missing counts as one without.
+    """
+    if recipe.draft is None:
+        return recipe
+    try:
+        names = tensor_names(path)
+    except ModelError:
+        names = ()
+    wanted = f"{recipe.draft.projection}."
+    has_it = any(own_name(name, recipe.renamed).startswith(wanted) for name in names)
+    return recipe if has_it else recipe.without_draft()
 
 
 def quantisation_of(path: Path) -> Quantisation | None:

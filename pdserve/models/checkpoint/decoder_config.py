@@ -39,6 +39,17 @@ class DecoderConfig:
     max_positions: int
     eos_token_ids: frozenset[int]
 
+    @property
+    def has_draft_layer(self) -> bool:
+        """Whether the files have a layer that drafts tokens. Its keys and values are cached if anybody drafts or not,
+        so that the blocks of all nodes are alike."""
+        return False
+
+    @property
+    def cached_layers(self) -> int:
+        """The layers, and the one that drafts tokens if there is one."""
+        return self.num_layers + self.has_draft_layer
+
     def turns_for_long_contexts(self, max_model_len: int) -> bool:
         """Returns whether keys differ from those of a model that is served with shorter contexts."""
         return False
@@ -53,6 +64,10 @@ class FamilyConfig(DecoderConfig):
     recipe: ModelRecipe
     quantisation: Quantisation | None = None
     """How the weights of a folder are quantised."""
+
+    @property
+    def has_draft_layer(self) -> bool:
+        return self.recipe.draft is not None
 
     def turns_for_long_contexts(self, max_model_len: int) -> bool:
         rotaries = (part.rotary for part in self.recipe.attention)

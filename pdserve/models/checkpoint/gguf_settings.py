@@ -448,7 +448,7 @@ def gguf_recipe(file: GgufFile, settings: FamilySettings) -> ModelRecipe:
     layers = tuple(_layer(file, f"blk.{index}.", layer, divisors) for index, layer in enumerate(recipe.layers))
     if known.permuted and any(layer.attention and layer.attention.fused for layer in layers):
         raise ModelError(f"{file.path} has fused queries and keys, which a {file.architecture} never has")
-    return replace(recipe, layers=layers, head_biased="output.bias" in file.tensors)
+    return replace(recipe, layers=layers, head_biased="output.bias" in file.tensors, draft=None)
 
 
 def _layer(file: GgufFile, block: str, layer: LayerRecipe, divisors: tuple[float, ...]) -> LayerRecipe:

@@ -22,21 +22,32 @@ TOKENIZER_FILES = ("*.json", "*.jinja", "additional_chat_templates/*.jinja", "*.
 """The files of a folder that a tokenizer may be made of."""
 
 
+class _Index(msgspec.Struct):
+    weight_map: dict[str, str]
+
+
+def indexed_tensors(folder: Path) -> dict[str, str] | None:
+    """Returns the file of each tensor by the folder's index; None if it has none. Raises ModelError."""
+    index = folder / INDEX
+    if not index.exists():
+        return None
+    try:
+        places = msgspec.json.decode(index.read_bytes(), type=_Index).weight_map
+    except (OSError, msgspec.DecodeError, RecursionError) as exc:
+        raise ModelError(f"{index} cannot be read: {exc}") from exc
+    if any(Path(name).name != name for name in set(places.values())):
+        raise ModelError(f"{index} names files outside its folder")
+    return places
+
+
 def weight_files(folder: Path) -> list[Path]:
     """Returns the safetensors files of a model folder: those of its index, or ``model.safetensors``, or all.
 
     Those of an index may be missing. Raises ModelError.
     """
-    index = folder / INDEX
-    if index.exists():
-        try:
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-            elsewhere = any(Path(name).name != name for name in names)
-        except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as exc:
-            raise ModelError(f"{index} cannot be read: {exc}") from exc
-        if elsewhere:
-            raise ModelError(f"{index} names files outside its folder")
-        return [folder / name for name in names]
+    places = indexed_tensors(folder)
+    if places is not None:
+        return [folder / name for name in sorted(set(places.values()))]
     if (whole := folder / SINGLE_FILE).exists():
         # Some folders have the same weights once more, in a file and with names that are for another program.
         return [whole]

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
 from pdserve.errors import ModelError
+from pdserve.models.checkpoint.model_files import indexed_tensors, weight_files
 
 LARGEST_HEADER = 100 * 2**20
 _LENGTH = struct.Struct("<Q")
@@ -65,6 +67,12 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
         return {name: _placed(name, entry, first, size) for name, entry in entries.items()}
     except (OSError, struct.error, ValueError) as exc:
         raise ModelError(f"weights in {path.parent} cannot be read: {path.name}: {exc}") from exc
+
+
+def tensor_names(folder: Path) -> Iterable[str]:
+    """Returns the names of a folder's tensors: those of its index, or those that its files have. Raises ModelError."""
+    places = indexed_tensors(folder)
+    return places if places is not None else [name for path in weight_files(folder) for name in read_header(path)]
 
 
 def _placed(name: str, entry: _Entry, first: int, size: int) -> StoredTensor:

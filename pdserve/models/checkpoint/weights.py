@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise, product
 from pathlib import Path
@@ -18,6 +18,7 @@ from pdserve.models.backend import CPU
 from pdserve.models.checkpoint.gguf_file import is_gguf
 from pdserve.models.checkpoint.quantisation import Quantisation
 from pdserve.models.checkpoint.safetensors_files import SafetensorsFiles
+from pdserve.models.recipe import own_name
 from pdserve_kernels.contract import BlockWeight, UnreadWeight
 
 Rows = slice | tuple[int, ...]
@@ -270,7 +271,7 @@ class Checkpoint:
                 f"{list(shape)}"
             )
 
-    def unwrap(self, renamed: Iterable[tuple[str, str]], outside: tuple[str, ...], ends: tuple[str, ...] = ()) -> None:
+    def unwrap(self, renamed: Sequence[tuple[str, str]], outside: tuple[str, ...], ends: tuple[str, ...] = ()) -> None:
         """Gives tensors of a model within another one the names that they have in a model of their own.
 
         Each pair of ``renamed`` applies in turn: what a name begins with, and what it begins with afterwards. Tensors
@@ -279,10 +280,7 @@ class Checkpoint:
         """
         found: dict[str, str] = {}
         for given, stored in self._left.items():
-            name = given
-            for before, after in renamed:
-                if name.startswith(before):
-                    name = after + name.removeprefix(before)
+            name = own_name(given, renamed)
             if name.startswith(outside) or name.endswith(ends):
                 continue
             if name in found:

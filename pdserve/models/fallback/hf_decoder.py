@@ -117,6 +117,7 @@ class HfDecoder:
     """Satisfies ``decoder.Decoder``."""
 
     capturable = False
+    drafter = None
 
     def __init__(self, config: DecoderConfig, model: PreTrainedModel) -> None:
         """Switches ``model`` to paged attention. Raises ModelError if that cannot be done."""

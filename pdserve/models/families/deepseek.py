@@ -14,6 +14,7 @@ from pdserve.models.families.settings import (
     Count,
     FamilySettings,
     RotarySettings,
+    draft_layer,
     gated,
     gated_expert,
     growing,
@@ -77,6 +78,11 @@ def routed(settings: RoutedSettings) -> ExpertsRecipe:
         smallest_sum=1e-20,
         shared=gated("mlp.shared_experts", channels * settings.n_shared_experts),
     )
+
+
+def with_experts(layer: LayerRecipe, experts: ExpertsRecipe) -> LayerRecipe:
+    """Returns a layer that has ``experts`` if it has none."""
+    return layer if isinstance(layer.feed_forward, ExpertsRecipe) else replace(layer, feed_forward=experts)
 
 
 class LatentSettings(FamilySettings, kw_only=True):
@@ -274,8 +280,8 @@ class DeepseekV3Settings(LatentSettings, kw_only=True):
         return self.mlp() if self.kinds()[index] == DENSE else routed(self)
 
     def recipe(self) -> ModelRecipe:
-        # Behind the last layer, some checkpoints have one that drafts tokens.
-        return replace(super().recipe(), unused=(f"model.layers.{self.num_hidden_layers}.",))
+        whole, count = super().recipe(), self.num_hidden_layers
+        return replace(whole, draft=draft_layer(with_experts(whole.layers[-1], routed(self)), count))
 
 
 class SarvamMlaSettings(DeepseekV3Settings, kw_only=True):

@@ -11,7 +11,7 @@ from typing import ClassVar
 import msgspec
 
 from pdserve.errors import ModelError
-from pdserve.models.families.deepseek import routed
+from pdserve.models.families.deepseek import routed, with_experts
 from pdserve.models.families.settings import (
     FULL,
     HEAD_NORMS,
@@ -21,6 +21,7 @@ from pdserve.models.families.settings import (
     SLIDING,
     Count,
     FamilySettings,
+    draft_layer,
     windows_of,
 )
 from pdserve.models.recipe import (
@@ -102,8 +103,8 @@ class Glm4MoeSettings(FamilySettings, kw_only=True):
         return self.mlp() if index < self.first_k_dense_replace else routed(self)
 
     def recipe(self) -> ModelRecipe:
-        # Behind the last layer, some checkpoints have one that drafts tokens.
-        return replace(super().recipe(), unused=(f"model.layers.{self.num_hidden_layers}.",))
+        whole, count = super().recipe(), self.num_hidden_layers
+        return replace(whole, draft=draft_layer(with_experts(whole.layers[-1], routed(self)), count))
 
 
 class SolarOpenSettings(Glm4MoeSettings, kw_only=True):

@@ -10,6 +10,7 @@ from pdserve.models.families.settings import FULL, HEAD_NORMS, Count, FamilySett
 from pdserve.models.recipe import (
     AttentionRecipe,
     DeltaNetRecipe,
+    DraftRecipe,
     ExpertsRecipe,
     FeedForwardRecipe,
     HeadNorm,
@@ -77,9 +78,19 @@ class DeltaNetSettings(FamilySettings, kw_only=True):
         )
 
     def recipe(self) -> ModelRecipe:
-        # The text part of a larger model, saved alone, may keep its names. A layer that drafts tokens comes with it.
+        # The text part of a larger model, saved alone, may keep its names.
         renamed = (("model.language_model.", "model."),)
-        return replace(super().recipe(), renamed=renamed, unused=("mtp.",))
+        last = LayerRecipe(self.attention(0), self.feed_forward(self.num_hidden_layers - 1), self.norm())
+        draft = DraftRecipe(
+            last,
+            tensors="mtp.",
+            prefix="mtp.layers.0.",
+            projection="mtp.fc",
+            embedding_norm="mtp.pre_fc_norm_embedding",
+            hidden_norm="mtp.pre_fc_norm_hidden",
+            last_norm="mtp.norm",
+        )
+        return replace(super().recipe(), renamed=renamed, draft=draft)
 
     def layer(self, index: int) -> LayerRecipe:
         layer = super().layer(index)

@@ -16,6 +16,7 @@ import msgspec
 from pdserve.errors import ModelError
 from pdserve.models.recipe import (
     AttentionRecipe,
+    DraftRecipe,
     FeedForwardRecipe,
     HeadNorm,
     LayerRecipe,
@@ -98,6 +99,21 @@ def gated(prefix: str, channels: int, *, biased: bool = False) -> MlpRecipe:
 def gated_expert(channels: int) -> MlpRecipe:
     """Returns an expert with the usual names."""
     return gated("mlp.experts.{}", channels)
+
+
+def draft_layer(layer: LayerRecipe, index: int) -> DraftRecipe:
+    """Returns the layer that drafts tokens as DeepSeek V3 names its tensors: as those of layer ``index``."""
+    prefix = f"model.layers.{index}."
+    return DraftRecipe(
+        layer,
+        tensors=prefix,
+        prefix=prefix,
+        projection=f"{prefix}eh_proj",
+        embedding_norm=f"{prefix}enorm",
+        hidden_norm=f"{prefix}hnorm",
+        last_norm=f"{prefix}shared_head.norm",
+        copies=(f"{prefix}embed_tokens.", f"{prefix}shared_head.head."),
+    )
 
 
 class FamilySettings(msgspec.Struct, kw_only=True):

@@ -11,12 +11,13 @@ import torch
 
 from pdserve.config import Dtype
 from pdserve.models.checkpoint.config_reading import read_decoder_config
-from pdserve.models.runner import CudaGraphs, ModelRunner, StepRow
+from pdserve.models.runner import CudaGraphs, DraftRow, ModelRunner, StepRow
 from pdserve_kernels.cpu.torch_kernels import TorchKernels
 from pdserve_kernels.triton.triton_kernels import TritonKernels
 from tests.kernels.triton.device import DEVICE
 from tests.models.grouped_runner import GroupedRunner
 from tests.models.rerun_graph import RerunGraphs
+from tests.models.tiny_drafting import save_tiny_drafting
 from tests.models.tiny_families import CASES, save_tiny
 from tests.tiny_models import VOCAB_SIZE, save_tiny_model
 
@@ -96,6 +97,24 @@ def test_captured_decode_steps(family: str, tmp_path: Path) -> None:
     check([StepRow([3], 38, tables[0], True)], runner, peer)
     if DEVICE.type == "cpu":
         assert [graph.replays for graph in rerun.made] == [2, 0, 1]
+
+
+@pytest.mark.parametrize("family", ["deepseek-v3", "glm4-moe", "qwen3-next"])
+def test_drafts_follow_captured_steps(family: str, tmp_path: Path) -> None:
+    folder, (prompts, tables) = save_tiny_drafting(family, tmp_path), prompts_and_tables()
+    shape = (folder, read_decoder_config(folder), Dtype.FP32, BLOCK_SIZE, NUM_BLOCKS, MAX_MODEL_LEN)
+    runner = GroupedRunner(*shape, KERNELS, device=DEVICE, drafts=True)
+    peer = GroupedRunner(*shape, TorchKernels(), drafts=True)
+    runner.capture_decode(KERNELS, 4, CudaGraphs() if DEVICE.type == "cuda" else RerunGraphs())
+    for at in range(2):
+        rows = [
+            StepRow(prompt if at == 0 else [5], len(prompt) * at, table, True)
+            for prompt, table in zip(prompts, tables, strict=True)
+        ]
+        # The prompts are no recorded step, and their next tokens are.
+        known = [DraftRow(i, [*row.token_ids[1:], 5 + at], i != 1) for i, row in enumerate(rows)]
+        torch.testing.assert_close(runner.run(rows).cpu(), peer.run(rows), rtol=1e-4, atol=1e-3)
+        assert runner.draft(known, 3) == peer.draft(known, 3)
 
 
 def test_a_model_whose_steps_differ_is_not_captured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,166 @@
+"""Tests the layers that draft tokens: drafts are those that the layer gives with the whole context."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from copy import deepcopy
+from pathlib import Path
+
+import pytest
+import torch
+
+from pdserve.config import Dtype
+from pdserve.errors import ModelError
+from pdserve.models.checkpoint.config_reading import read_decoder_config
+from pdserve.models.runner import DraftRow, StepRow
+from pdserve.settings import cache_folder
+from pdserve_kernels.contract import Kernels
+from pdserve_kernels.cpu.compiled_kernels import CompiledKernels
+from pdserve_kernels.cpu.torch_kernels import TorchKernels
+from tests.models.grouped_runner import GroupedRunner
+from tests.models.quantisers import quantised_folders
+from tests.models.tiny_drafting import ReferenceDrafts, save_tiny_drafting
+from tests.models.tiny_families import save_tiny
+
+CASES = ("deepseek-v3", "glm4-moe-lite", "glm4-moe", "qwen3-next", "qwen3-5", "qwen3-5-moe")
+PROMPT = [(7 * i * i + 11 * i) % 509 + 3 for i in range(41)]
+ANSWER = [(5 * i * i + 3 * i) % 509 + 3 for i in range(12)]
+CHUNKS = (17, 3, 21)
+TABLE, OTHER = range(16), range(16, 32)
+COUNT = 3
+
+
+@pytest.fixture(params=["torch", "compiled"])
+def kernels(request: pytest.FixtureRequest) -> Kernels:
+    return TorchKernels() if request.param == "torch" else CompiledKernels(cache_folder(os.environ))
+
+
+def drafting_runner(folder: Path, kernels: Kernels, *, drafts: bool = True) -> GroupedRunner:
+    """Returns a runner with room for two requests of 64 tokens."""
+    return GroupedRunner(folder, read_decoder_config(folder), Dtype.FP32, 4, 32, 128, kernels, drafts=drafts)
+
+
+def after_prompt(runner: GroupedRunner, chunks: Sequence[int] = CHUNKS, *, drafts: bool = True) -> list[int]:
+    """Computes the prompt in chunks, each of which shares its step with another request, and returns the drafts."""
+    start, found = 0, list[list[int]]([[]])
+    for number, size in enumerate(chunks):
+        end = start + size
+        known = [*PROMPT, ANSWER[0]][start + 1 : end + 1]
+        runner.run(
+            [
+                StepRow(ANSWER[number : number + 1], number, OTHER, True),
+                StepRow(PROMPT[start:end], start, TABLE, end == len(PROMPT)),
+            ]
+        )
+        if drafts:
+            other = DraftRow(0, ANSWER[number + 1 : number + 2], True)
+            found = runner.draft([other, DraftRow(1, known, end == len(PROMPT))], COUNT)
+        start = end
+    return found[-1]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_drafts_are_those_of_the_whole_context(tmp_path: Path, case: str, kernels: Kernels) -> None:
+    folder = save_tiny_drafting(case, tmp_path)
+    reference = ReferenceDrafts(case, folder)
+    for chunks in (CHUNKS, (len(PROMPT),)):
+        runner = drafting_runner(folder, kernels)
+        wanted = reference.drafts([*PROMPT, ANSWER[0]], COUNT)
+        assert after_prompt(runner, chunks) == wanted, chunks
+        # Tokens of the answer one by one, which write over the places of the drafts before them.
+        for at in range(4):
+            runner.run([StepRow(ANSWER[at : at + 1], len(PROMPT) + at, TABLE, True)])
+            found = runner.draft([DraftRow(0, ANSWER[at + 1 : at + 2], True)], COUNT)
+            assert found == [reference.drafts([*PROMPT, *ANSWER[: at + 2]], COUNT)], (chunks, at)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_rows_that_verify_drafts_see_each_other(tmp_path: Path, case: str, kernels: Kernels) -> None:
+    folder = save_tiny_drafting(case, tmp_path)
+    reference, runner = ReferenceDrafts(case, folder), drafting_runner(folder, kernels)
+    after_prompt(runner)
+    # Three rows of one request, of which all tokens are accepted, and a row of another one.
+    first = len(PROMPT)
+    rows = [StepRow(ANSWER[i : i + 1], first + i, TABLE, True) for i in range(3)]
+    runner.run([*rows, StepRow(ANSWER[3:4], 3, OTHER, True)])
+    accepted = [DraftRow(i, ANSWER[i + 1 : i + 2], i == 2) for i in range(3)]
+    found = runner.draft([*accepted, DraftRow(3, ANSWER[4:5], True)], COUNT)
+    assert found == [reference.drafts([*PROMPT, *ANSWER[:4]], COUNT), reference.drafts(ANSWER[:5], COUNT)]
+    # Of the next ones, the last one is refused, so that another token comes in its place.
+    rows = [StepRow(ANSWER[i : i + 1], first + i, TABLE, True) for i in range(3, 5)]
+    runner.run([*rows, StepRow([7], first + 5, TABLE, True)])
+    found = runner.draft([DraftRow(0, ANSWER[4:5], False), DraftRow(1, ANSWER[5:6], True)], COUNT)
+    assert found == [reference.drafts([*PROMPT, *ANSWER[:6]], COUNT)]
+    if len(runner.cache.groups) > 1:
+        return  # A state goes on only from what was accepted, which the engine sees to.
+    runner.run([StepRow(ANSWER[5:6], first + 5, TABLE, True)])
+    assert runner.draft([DraftRow(0, ANSWER[6:7], True)], 1) == [reference.drafts([*PROMPT, *ANSWER[:7]], 1)]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_drafts_go_on_from_blocks_that_were_moved(tmp_path: Path, case: str, kernels: Kernels) -> None:
+    folder = save_tiny_drafting(case, tmp_path)
+    source, target = drafting_runner(folder, kernels), drafting_runner(folder, kernels)
+    after_prompt(source)
+    target.cache.memory.copy_(source.cache.memory)
+    target.kv_cache[: len(TABLE)].fill_(0)
+    target.kv_cache[len(TABLE) :] = source.kv_cache[: len(TABLE)]
+    target._free = deepcopy(source._free)
+    target._tables[OTHER[0]] = deepcopy(source._tables.get(TABLE[0], []))
+    target.run([StepRow(ANSWER[:1], len(PROMPT), OTHER, True)])
+    found = target.draft([DraftRow(0, ANSWER[1:2], True)], COUNT)
+    assert found == [ReferenceDrafts(case, folder).drafts([*PROMPT, *ANSWER[:2]], COUNT)]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_are_the_same_bits_with_and_without_drafts(tmp_path: Path, case: str, kernels: Kernels) -> None:
+    folder = save_tiny_drafting(case, tmp_path)
+    plain, drafting = (drafting_runner(folder, kernels, drafts=drafts) for drafts in (False, True))
+    assert [group.block_bytes for group in plain.cache.groups] == [group.block_bytes for group in drafting.cache.groups]
+    after_prompt(drafting)
+    after_prompt(plain, drafts=False)
+    for at in range(4):
+        row = StepRow(ANSWER[at : at + 1], len(PROMPT) + at, TABLE, True)
+        assert torch.equal(plain.run([row]), drafting.run([row]))
+        drafting.draft([DraftRow(0, ANSWER[at + 1 : at + 2], True)], COUNT)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_folder_without_the_weights_has_no_such_layer(tmp_path: Path, case: str) -> None:
+    with_layer, without = save_tiny_drafting(case, tmp_path / "with"), save_tiny(case, tmp_path / "without")
+    for folder, expected in ((with_layer, True), (without, False)):
+        config = read_decoder_config(folder)
+        assert config.has_draft_layer == expected
+        assert config.cached_layers == config.num_layers + expected
+    with pytest.raises(ModelError, match="has no layer that drafts tokens"):
+        drafting_runner(without, TorchKernels())
+
+
+def test_drafts_end_with_the_blocks_and_with_the_longest_context(tmp_path: Path) -> None:
+    folder = save_tiny_drafting("deepseek-v3", tmp_path)
+    runner = drafting_runner(folder, TorchKernels())
+    wanted = ReferenceDrafts("deepseek-v3", folder).drafts([*PROMPT[:6], ANSWER[0]], 3)
+    runner.run([StepRow(PROMPT[:6], 0, range(2), True)])
+    # Two places are left in the blocks.
+    assert runner.draft([DraftRow(0, [*PROMPT[1:6], ANSWER[0]], True)], 8) == [wanted]
+    runner = GroupedRunner(folder, read_decoder_config(folder), Dtype.FP32, 4, 32, 8, TorchKernels(), drafts=True)
+    runner.run([StepRow(PROMPT[:6], 0, TABLE, True)])
+    assert runner.draft([DraftRow(0, [*PROMPT[1:6], ANSWER[0]], True)], 8) == [wanted]
+
+
+def test_drafts_follow_from_quantised_weights(tmp_path: Path, kernels: Kernels) -> None:
+    narrow, wide = quantised_folders(save_tiny_drafting("deepseek-v3", tmp_path / "tiny"), "fp8-blocks", tmp_path)
+    assert after_prompt(drafting_runner(narrow, kernels)) == after_prompt(drafting_runner(wide, kernels))
+
+
+def test_drafts_need_a_step_and_tokens_that_fit_it(tmp_path: Path) -> None:
+    folder = save_tiny_drafting("glm4-moe", tmp_path)
+    runner = drafting_runner(folder, TorchKernels())
+    with pytest.raises(ValueError, match="no step"):
+        runner.draft([DraftRow(0, [5], True)], 1)
+    runner.run([StepRow(PROMPT[:3], 0, TABLE, True)])
+    for tokens in ([], PROMPT[:4]):
+        with pytest.raises(ValueError, match=f"{len(tokens)} next tokens for a row of 3"):
+            runner.draft([DraftRow(0, tokens, True)], 1)
+    assert runner.draft([DraftRow(0, PROMPT[1:4], False)], 2) == []
