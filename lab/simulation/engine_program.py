@@ -457,7 +457,7 @@ def rank_model(cache: CacheShape, kv_heads: int, pace: Callable[[SimProcess], Pa
     """Returns what ``run_rank`` loads in place of a real model's part, by its modules and names."""
 
     def load_runner(
-        config: EngineConfig, decoder: Any, counts: Sequence[int], max_len: int, tp: TpGroup, *_: Any
+        config: EngineConfig, decoder: Any, counts: Sequence[int], max_len: int, tp: TpGroup, *_: Any, **__: Any
     ) -> SimRunner:
         return SimRunner(cache, counts, kv_heads, tp, pace(present_process()))
 

@@ -53,8 +53,12 @@ def load_runner(
     kv_memory: memoryview | None = None,
     block_kernels: BlockKernels | None = None,
     progress: Callable[[float], None] = lambda share: None,
+    *,
+    drafts: bool = False,
 ) -> ModelRunner:
     """Loads one rank's part of the model, with a KV cache of ``counts`` blocks of each group.
+
+    ``drafts`` asks for the layer that drafts tokens, too (``DecoderConfig.has_draft_layer``).
 
     ``kv_memory`` is where the cache is kept, if not where torch allocates. ``block_kernels`` are
     ``kept_block_kernels``. ``progress`` is called with the share of the bytes that are read.
@@ -77,6 +81,7 @@ def load_runner(
             block_kernels=block_kernels,
             progress=progress,
             bounded=counts[1:],
+            drafts=drafts,
         )
 
 

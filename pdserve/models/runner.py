@@ -82,6 +82,8 @@ class DraftRow:
     """The number of the row in the step."""
     next_tokens: Sequence[int]
     wanted: bool
+    block_table: Sequence[int] | None = None
+    """The blocks of the row; None if they are those that it had in the step."""
 
 
 FEW_ROWS = (1, 2, 4)
@@ -408,7 +410,8 @@ class ModelRunner:
             step = steps[row.row]
             if not 0 < len(row.next_tokens) <= len(step.token_ids):
                 raise ValueError(f"{len(row.next_tokens)} next tokens for a row of {len(step.token_ids)}")
-            known.append(KnownTokens(step.start, starts[row.row], row.next_tokens, step.block_table, row.wanted))
+            table = step.block_table if row.block_table is None else row.block_table
+            known.append(KnownTokens(step.start, starts[row.row], row.next_tokens, table, row.wanted))
         self._tp.begin_step()
         return self._drafting(hidden, known, count)
 

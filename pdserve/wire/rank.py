@@ -6,7 +6,7 @@
             ◀───────────────────────────── Loaded
       Capture ───────────────────────────▶            on GPUs, once
             ◀───────────────────────────── Captured
-      Step, Clear, CopyBlocks,
+      Step, Draft, Clear, CopyBlocks,
       DownloadBlocks, UploadBlocks ──────────────────▶            in the order in which rank 0 does the same
             ◀───────────────────────────── Written    after each Clear and each CopyBlocks
             ◀───────────────────────────── RankFailed instead of any of its other messages; the process ends
@@ -39,6 +39,8 @@ class LoadModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fie
     max_model_len: int
     bounded: tuple[int, ...] = ()
     """The blocks of each group of the cache that does not keep whole contexts."""
+    drafts: bool = False
+    """Whether ``Draft`` may follow."""
 
 
 class Capture(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="capture"):
@@ -69,6 +71,22 @@ class Step(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="k
     """Orders a rank to compute one step together with the other ranks."""
 
     rows: list[RankRow]
+
+
+class RankDraft(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
+    """A ``DraftRow`` of ``pdserve.models.runner``."""
+
+    row: int
+    next_tokens: list[int]
+    wanted: bool
+    block_table: list[int]
+
+
+class Draft(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="draft"):
+    """Orders a rank to draft tokens behind the last step together with the other ranks."""
+
+    rows: list[RankDraft]
+    count: int
 
 
 class Clear(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="clear"):
@@ -102,7 +120,7 @@ class Stop(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="k
     """Orders a rank to exit with status 0."""
 
 
-Order: TypeAlias = LoadModel | Capture | Step | Clear | CopyBlocks | DownloadBlocks | UploadBlocks | Stop
+Order: TypeAlias = LoadModel | Capture | Step | Draft | Clear | CopyBlocks | DownloadBlocks | UploadBlocks | Stop
 
 
 class Numbered(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

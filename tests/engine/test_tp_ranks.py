@@ -30,13 +30,14 @@ from pdserve.engine.tp.tp_runner import TpRunner, joined_group
 from pdserve.errors import MalformedFrame, RankLost
 from pdserve.models.backend import CPU
 from pdserve.models.checkpoint.config_reading import read_decoder_config
-from pdserve.models.runner import StepRow
+from pdserve.models.runner import DraftRow, StepRow
 from pdserve.models.tp.shares import ALONE
 from pdserve.wire.rank import Arrived, Capture, Captured, Clear, Loaded, LoadModel, Numbered, Stop
 from pdserve.wire.sampling_params import SamplingParams
 from tests.engine.started_ranks import TIMEOUT_MS, engine_config, started
 from tests.engine.test_step_loop import MAX_LEN, engine, prompt
 from tests.eventually import eventually
+from tests.models.tiny_drafting import save_tiny_drafting
 from tests.models.tiny_families import save_tiny
 from tests.processes import alive
 from tests.tiny_models import save_tiny_model
@@ -47,12 +48,15 @@ BLOCKS = 16
 
 
 @contextmanager
-def running(config: EngineConfig, blocks: int = BLOCKS, max_model_len: int = 64) -> Iterator[tuple[Ranks, TpRunner]]:
+def running(
+    config: EngineConfig, blocks: int = BLOCKS, max_model_len: int = 64, *, drafts: bool = False
+) -> Iterator[tuple[Ranks, TpRunner]]:
     decoder, device = read_decoder_config(Path(config.model_dir)), rank_device(config, 0)
     with started(config) as ranks, joined_group(config, ranks, device) as group:
         bounded = bounded_counts(decoder, blocks, 1)
-        ranks.tell(LoadModel(blocks, max_model_len, tuple(bounded)))
-        own = load_runner(config, decoder, (blocks, *bounded), max_model_len, group, rank_backend(config, device))
+        ranks.tell(LoadModel(blocks, max_model_len, tuple(bounded), drafts))
+        backend = rank_backend(config, device)
+        own = load_runner(config, decoder, (blocks, *bounded), max_model_len, group, backend, drafts=drafts)
         ranks.wait_for(Loaded)
         yield ranks, TpRunner(own, ranks, group)
 
@@ -95,6 +99,26 @@ def test_steps_copies_and_clearings_are_those_of_one_rank_and_a_death_is_heard_o
         os.kill(ranks.pids[0], signal.SIGKILL)
         assert lost.wait(30)
         ranks.check()
+
+
+def test_drafts_are_those_of_one_rank(tmp_path: Path) -> None:
+    config = engine_config(save_tiny_drafting("deepseek-v3", tmp_path))
+    decoder = read_decoder_config(Path(config.model_dir))
+    alone = load_runner(config, decoder, (BLOCKS,), 64, ALONE, rank_backend(config, CPU), drafts=True)
+    prompt = list(range(20, 31))
+    with running(config, drafts=True) as (_, runner):
+        for one in (alone, runner):
+            one.run([StepRow(prompt, 0, range(3, 6), False)])
+            assert one.draft([DraftRow(0, [*prompt[1:], 7], False)], 3) == []
+        found = []
+        for one in (alone, runner):
+            table = [3, 4, 5]
+            one.run([StepRow([9], 0, [8], True), StepRow([7], 11, table, True)])
+            # It has grown since the step, so that there are places for all drafts.
+            table.append(6)
+            found.append(one.draft([DraftRow(0, [10], True), DraftRow(1, [8], True)], 3))
+    assert found[0] == found[1]
+    assert [len(drafts) for drafts in found[0]] == [3, 3]
 
 
 @contextmanager

@@ -20,6 +20,8 @@ from pdserve_kernels.cpu.compiled_kernels import CompiledKernels
 from pdserve_kernels.cpu.torch_kernels import TorchKernels
 from tests.models.grouped_runner import GroupedRunner
 from tests.models.quantisers import quantised_folders
+from tests.models.rank_program import Case
+from tests.models.test_tensor_parallel import computed
 from tests.models.tiny_drafting import ReferenceDrafts, save_tiny_drafting
 from tests.models.tiny_families import save_tiny
 
@@ -135,6 +137,22 @@ def test_a_folder_without_the_weights_has_no_such_layer(tmp_path: Path, case: st
         assert config.cached_layers == config.num_layers + expected
     with pytest.raises(ModelError, match="has no layer that drafts tokens"):
         drafting_runner(without, TorchKernels())
+
+
+@pytest.mark.integration
+def test_ranks_draft_what_one_rank_drafts(tmp_path: Path) -> None:
+    names = ("deepseek-v3", "glm4-moe", "qwen3-next")
+    folders = {name: save_tiny_drafting(name, tmp_path / name) for name in names}
+    prompts = [PROMPT[:6], PROMPT[3:20]]
+    sizes = (1, 2, 3)
+    results = iter(computed([Case(str(folders[n]), size, prompts, 4, drafts=3) for n in names for size in sizes]))
+    for name in names:
+        alone, *split = [next(results) for _ in sizes]
+        assert not alone.error
+        assert len(alone.drafts) == 4 * len(prompts)
+        for found in split:
+            # A model whose heads three ranks cannot share is refused.
+            assert found == alone or "--tensor-parallel-size 3" in found.error, name
 
 
 def test_drafts_end_with_the_blocks_and_with_the_longest_context(tmp_path: Path) -> None:

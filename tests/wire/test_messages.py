@@ -318,6 +318,7 @@ CHANNELS: list[tuple[Any, list[msgspec.Struct]]] = [
         [
             rank.LoadModel(num_blocks=10, max_model_len=64),
             rank.Step([rank.RankRow([5, 6], 0, [3], False), rank.RankRow([7], 20, [1, 2], True, 0, 1)]),
+            rank.Draft([rank.RankDraft(0, [6], False, [3]), rank.RankDraft(1, [8], True, [1, 2])], 3),
             rank.Clear([1, 2]),
             rank.Capture(max_rows=64),
             rank.CopyBlocks([1], [2]),

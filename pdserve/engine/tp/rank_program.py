@@ -30,6 +30,7 @@ from pdserve.wire.rank import (
     Clear,
     CopyBlocks,
     DownloadBlocks,
+    Draft,
     Loaded,
     LoadModel,
     Order,
@@ -122,7 +123,9 @@ def run_rank(launch: RankLaunch, channel: OrderChannel, life: LifeBoard) -> None
             shared = shared_memory(config.transfer, kv_bytes * group.size // 2**20, device, kv_bytes)
         kv_memory = None if shared is None else shared.bytes
         blocks = kept_block_kernels(config, backend)
-        runner = load_runner(config, decoder, counts, load.max_model_len, group, backend, kv_memory, blocks)
+        runner = load_runner(
+            config, decoder, counts, load.max_model_len, group, backend, kv_memory, blocks, drafts=load.drafts
+        )
         forget_gguf()
         sign = life.sign(step_loop(launch.rank))
         groups = runner.cache.groups if len(counts) > 1 else ()
@@ -156,7 +159,7 @@ def capture(runner: ModelRunner, backend: Backend, max_rows: int) -> None:
 
 def carry_out(order: Order, runner: ModelRunner, copies: OrderedCopies | NoCopies) -> None:
     """Carries out one order. Raises EngineError if it comes at the wrong time."""
-    from pdserve.models.runner import StepRow
+    from pdserve.models.runner import DraftRow, StepRow
 
     match order:
         case Step(rows):
@@ -167,6 +170,8 @@ def carry_out(order: Order, runner: ModelRunner, copies: OrderedCopies | NoCopie
                 ],
                 score=_computed if any(row.scored_to for row in rows) else None,
             )
+        case Draft(drafts, count):
+            runner.draft([DraftRow(row.row, row.next_tokens, row.wanted, row.block_table) for row in drafts], count)
         case Clear(blocks):
             runner.clear(blocks)
         case CopyBlocks(sources, destinations):

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 
 from pdserve.config import EngineConfig
 from pdserve.engine.tp.tp_ranks import Ranks
 from pdserve.errors import RankLost
-from pdserve.models.runner import Graph, ModelRunner, Score, StepRow
+from pdserve.models.runner import DraftRow, Graph, ModelRunner, Score, StepRow
 from pdserve.models.tp.shares import ALONE, TpGroup
 from pdserve.models.tp.tp_opening import open_group
-from pdserve.wire.rank import Arrived, Capture, Captured, Clear, CopyBlocks, RankRow, Step
+from pdserve.wire.rank import Arrived, Capture, Captured, Clear, CopyBlocks, Draft, RankDraft, RankRow, Step
 from pdserve_kernels.contract import GraphKernels
 
 
@@ -24,6 +25,8 @@ class TpRunner:
         self._own = own
         self._ranks = ranks
         self._group = group
+        self._rows: Sequence[StepRow] = ()
+        """Those of the last step."""
 
     def run(self, rows: Sequence[StepRow], *, score: Score | None = None) -> torch.Tensor:
         """Computes a step on all ranks, and returns when the logits are computed, on a GPU, too.
@@ -31,10 +34,26 @@ class TpRunner:
         Raises RankLost, which names the rank and says why, if a rank did not do its part.
         """
         self._ranks.tell(Step([_rank_row(row) for row in rows]))
+        self._rows = rows
         try:
             logits = self._own.run(rows, score=score)
             self._group.finish_step()
             return logits
+        except RankLost as exc:
+            raise self._ranks.explain(exc) from exc
+
+    def draft(self, rows: Sequence[DraftRow], count: int) -> list[list[int]]:
+        """Drafts tokens on all ranks (``ModelRunner.draft``). Raises RankLost if a rank did not do its part."""
+        # A table may have grown since the step. All ranks have to see the same blocks, because drafts end with them.
+        rows = [
+            row if row.block_table is not None else replace(row, block_table=self._rows[row.row].block_table)
+            for row in rows
+        ]
+        self._ranks.tell(Draft([_rank_draft(row) for row in rows], count))
+        try:
+            drafts = self._own.draft(rows, count)
+            self._group.finish_step()
+            return drafts
         except RankLost as exc:
             raise self._ranks.explain(exc) from exc
 
@@ -72,6 +91,10 @@ def _rank_row(row: StepRow) -> RankRow:
     return RankRow(
         list(row.token_ids), row.start, list(row.block_table), row.wants_logits, scored.start, scored_to, others
     )
+
+
+def _rank_draft(row: DraftRow) -> RankDraft:
+    return RankDraft(row.row, list(row.next_tokens), row.wanted, list(row.block_table or ()))
 
 
 @contextmanager
