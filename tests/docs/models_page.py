@@ -8,7 +8,7 @@ from typing import Any
 
 from pdserve.models.checkpoint.quantisation import FORMS, METHODS, Form
 from pdserve.models.served import FORMATS_NOT_YET, NOT_YET, ServedFamily, served_families
-from pdserve.models.table import COMPOSITES
+from pdserve.models.table import COMPOSITES, FAMILIES
 from tests.cluster import test_families as clusters
 from tests.models import test_families as harness
 from tests.models import test_tensor_parallel
@@ -62,6 +62,11 @@ def render() -> str:
             _TABLE,
             *rows,
             "",
+            "## Layers that draft tokens",
+            "",
+            "Folders may have the weights of a layer behind the last one that drafts tokens (MTP). These families can",
+            f"load it: {_drafting()}.",
+            "",
             "## Quantised weights",
             "",
             _QUANTISED,
@@ -92,6 +97,10 @@ def render() -> str:
             "",
         ]
     )
+
+
+def _drafting() -> str:
+    return ", ".join(f"`{name}`" for name, family in sorted(FAMILIES.items()) if family().recipe().draft is not None)
 
 
 def _form(form: Form) -> str:
