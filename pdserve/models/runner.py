@@ -353,6 +353,7 @@ class ModelRunner:
         to have computed them. Raises RankLost if another rank does not compute the same.
         """
         self._tp.begin_step()
+        self._computed = None
         if self._graphs is not None and score is None:
             logits = self._graphs.run(rows, tokens)
             if logits is not None:

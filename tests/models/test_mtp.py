@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Sequence
 from copy import deepcopy
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from pdserve.config import Dtype
 from pdserve.errors import ModelError
@@ -165,6 +167,26 @@ def test_drafts_end_with_the_blocks_and_with_the_longest_context(tmp_path: Path)
     runner = GroupedRunner(folder, read_decoder_config(folder), Dtype.FP32, 4, 32, 8, TorchKernels(), drafts=True)
     runner.run([StepRow(PROMPT[:6], 0, TABLE, True)])
     assert runner.draft([DraftRow(0, [*PROMPT[1:6], ANSWER[0]], True)], 8) == [wanted]
+
+
+@pytest.mark.parametrize(
+    ("case", "whole", "before", "after"),
+    [
+        ("qwen3-5", "qwen3_5", "model.", "model.language_model."),
+        ("deepseek-v3", "kimi_k25", "", "language_model."),
+    ],
+)
+def test_a_text_part_drafts_as_it_does_alone(tmp_path: Path, case: str, whole: str, before: str, after: str) -> None:
+    folder = save_tiny_drafting(case, tmp_path)
+    wanted = after_prompt(drafting_runner(folder, TorchKernels()))
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({"model_type": whole, "text_config": settings}))
+    tensors = load_file(folder / "model.safetensors")
+    renamed = {
+        after + name.removeprefix(before) if name.startswith(before) else name: tensors[name] for name in tensors
+    }
+    save_file(renamed, folder / "model.safetensors", {"format": "pt"})
+    assert after_prompt(drafting_runner(folder, TorchKernels())) == wanted
 
 
 def test_drafts_follow_from_quantised_weights(tmp_path: Path, kernels: Kernels) -> None:

@@ -316,7 +316,9 @@ def attention_s(subject: Subject, rows: list[StepRow], budget_s: float) -> float
 
     def attend(plans: Sequence[Attention]) -> None:
         for group, plan in zip(runner.cache.attention, plans, strict=True):
-            for layer in range(group.layout.num_layers):
+            # The last layer of whole contexts may be one that steps do not compute.
+            drafting = config.has_draft_layer and group.number == 0
+            for layer in range(group.layout.num_layers - drafting):
                 plan(layer, query, key_value, group.blocks.spec.window or None)
 
     def call() -> None:

@@ -59,14 +59,22 @@ _INNER_NUMBERS = {Activation.SILU: 3, Activation.GELU_TANH: 3, Activation.XIELU:
 
 
 def workspace_bytes(
-    decoder: DecoderConfig, scheduler: SchedulerConfig, dtype: torch.dtype, ranks: int, block_bytes: int
+    decoder: DecoderConfig,
+    scheduler: SchedulerConfig,
+    dtype: torch.dtype,
+    ranks: int,
+    block_bytes: int,
+    *,
+    drafts: bool = False,
 ) -> int:
     """Returns the bytes that stay free for computing. Recorded steps have memory of their own, which stays theirs.
 
-    Before a step, a block of ``block_bytes`` may be copied for each of its requests.
+    Before a step, a block of ``block_bytes`` may be copied for each of its requests. ``drafts`` says whether the model
+    drafts tokens after each step.
     """
     rows, tokens = scheduler.max_num_seqs, scheduler.max_num_batched_tokens
     recorded = rows * decoder.vocab_size * _FP32_BYTES + step_bytes(decoder, dtype, ranks, rows, rows)
+    drafting = draft_bytes(decoder, dtype, rows + tokens) if drafts else 0
     scored = max(SCORED_LOGITS, decoder.vocab_size)
     scoring = scored * SCORING_BYTES_PER_LOGIT + logits_bytes(1, scored, dtype, ranks)
     sampling = sampling_bytes(rows, decoder.vocab_size)
@@ -74,7 +82,7 @@ def workspace_bytes(
     if isinstance(decoder, FamilyConfig) and decoder.latent is not None:
         beside += expanded_bytes(decoder.latent, decoder.max_positions, dtype.itemsize)
         beside += _latent_weights(decoder, decoder.latent, ranks) * dtype.itemsize
-    return LIBRARY_BYTES + recorded + step_bytes(decoder, dtype, ranks, tokens, rows) + beside
+    return LIBRARY_BYTES + recorded + step_bytes(decoder, dtype, ranks, tokens, rows) + drafting + beside
 
 
 def _latent_weights(decoder: FamilyConfig, latent: LatentRecipe, ranks: int) -> int:
@@ -91,6 +99,14 @@ def step_bytes(decoder: DecoderConfig, dtype: torch.dtype, ranks: int, tokens: i
     """
     logits = logits_bytes(rows, decoder.vocab_size, dtype, ranks)
     return tokens * _token_bytes(decoder, dtype, ranks) + logits + rows * decoder.vocab_size * _FP32_BYTES
+
+
+def draft_bytes(decoder: DecoderConfig, dtype: torch.dtype, tokens: int) -> int:
+    """Returns the most bytes that drafting behind a step of ``tokens`` takes beside what the step itself took.
+
+    The hidden states of the step stay, as they are and normalised, and lie beside the embeddings of the next tokens.
+    """
+    return 4 * tokens * decoder.hidden_size * dtype.itemsize
 
 
 def logits_bytes(rows: int, vocab_size: int, dtype: torch.dtype, ranks: int) -> int:

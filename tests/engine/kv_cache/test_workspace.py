@@ -15,6 +15,7 @@ from pdserve.config import SchedulerConfig
 from pdserve.engine.kv_cache.cache_size import (
     LIBRARY_BYTES,
     SCORING_BYTES_PER_LOGIT,
+    draft_bytes,
     logits_bytes,
     step_bytes,
     workspace_bytes,
@@ -27,6 +28,7 @@ from pdserve.models.checkpoint.config_reading import read_family_config
 from pdserve.models.checkpoint.decoder_config import FamilyConfig
 from pdserve.models.checkpoint.weights import ALL, Rows
 from pdserve.models.decoder import build_decoder
+from pdserve.models.families.settings import draft_layer
 from pdserve.models.latent_plan import LatentStep
 from pdserve.models.layer_groups import layer_groups
 from pdserve.models.parts.projections import Building
@@ -373,6 +375,28 @@ def test_a_step_takes_no_more_than_is_counted(tmp_path: Path, size: str, ranks: 
         model.logits(model.forward(ids, ids, StepCache(attention, states, latents))[:ROWS])
     counted = step_bytes(decoder, BF16, ranks, TOKENS, ROWS)
     assert counted / 4 < live.peak <= counted
+
+
+@pytest.mark.parametrize("size", ["delta nets 80B", "latents 671B", "8B"])
+def test_drafting_takes_no_more_than_is_counted(tmp_path: Path, size: str) -> None:
+    family, shape = SIZES[size]
+    saved = save_tiny(family, tmp_path) if family in CASES else save_tiny_model(family, tmp_path)
+    decoder = wide(replace(read_family_config(saved), vocab_size=152_000, **shape), *EXPERTS.get(size, (768, 0)))
+    layer = next(each for each in decoder.recipe.layers if each.attention is not None)
+    decoder = replace(decoder, recipe=replace(decoder.recipe, draft=draft_layer(layer, decoder.num_layers)))
+    checkpoint: Any = AnyCheckpoint()
+    kernels: Any = GpuMemory(decoder, 1)
+    together: Any = Together(1)
+    building = Building(checkpoint, kernels, together)
+    drafter = build_decoder(decoder, building, 4096, BF16, drafts=True).drafter
+    assert drafter is not None
+    with torch.inference_mode(), LiveBytes() as live:
+        ids = torch.empty(TOKENS, dtype=torch.int32, device=META)
+        hidden = torch.empty(TOKENS, decoder.hidden_size, dtype=BF16, device=META)
+        begun = drafter.begun(hidden.index_select(0, ids))
+        drafted = drafter.forward(ids, begun, ids, StepCache([kernels], (), [LatentStep(kernels, None)]))
+        drafter.logits(drafted.index_select(0, ids[:ROWS]))
+    assert live.peak <= step_bytes(decoder, BF16, 1, TOKENS, ROWS) + draft_bytes(decoder, BF16, TOKENS)
 
 
 ROW_KINDS: dict[str, dict[str, Any]] = {
