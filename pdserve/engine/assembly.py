@@ -31,6 +31,7 @@ from pdserve.engine.sampling.pending_tokens import DeviceTokens
 from pdserve.engine.sampling.sampling_row import SamplingRow
 from pdserve.engine.scheduling.output_collector import LaneRecorder
 from pdserve.engine.scheduling.request_limits import PromptRule, StopRule
+from pdserve.engine.speculation.model_drafts import by_model
 from pdserve.engine.step_loop import StepLoop
 from pdserve.engine.tp.tp_ranks import Ranks
 from pdserve.engine.tp.tp_runner import TpRunner
@@ -122,13 +123,16 @@ def assemble(
         goes_on=loading.goes_on,
     )
     spec = _engine_spec(config, decoder, tp.size, digest)
+    drafts = by_model(config.scheduler, decoder.has_draft_layer)
     if ranks is not None:
-        ranks.tell(LoadModel(num_blocks, max_model_len, counts[1:]))
+        ranks.tell(LoadModel(num_blocks, max_model_len, counts[1:], drafts))
     shared = None
     if config.has_peers:
         shared = shared_memory(config.transfer, config.cache.kv_cache_mib, device, cache_bytes)
     kv_memory = None if shared is None else shared.bytes
-    own = load_runner(config, decoder, counts, max_model_len, tp, backend, kv_memory, block_kernels, loading.tell)
+    own = load_runner(
+        config, decoder, counts, max_model_len, tp, backend, kv_memory, block_kernels, loading.tell, drafts=drafts
+    )
     runner: ModelRunner | TpRunner = own
     if ranks is not None:
         ranks.wait_for(Loaded)
@@ -184,6 +188,7 @@ def assemble(
         stop=stop,
         prompts=prompts,
         ahead_runner=own if overlaps(config, device) and not own.cache.states else None,
+        drafter=runner if drafts else None,
         placement=placement,
         renew=secrets.renew,
         grammars=grammars,

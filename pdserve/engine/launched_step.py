@@ -22,7 +22,7 @@ from pdserve.engine.sampling.logprobs import PendingScores, ScoredTokens
 from pdserve.engine.sampling.pending_tokens import DeviceTokens, HostTokens, PendingTokens, can_sample_on_device
 from pdserve.engine.sampling.sampling_row import SamplingRow
 from pdserve.engine.scheduling.batch_plan import BatchPlan, Work
-from pdserve.models.runner import Score, StepRow
+from pdserve.models.runner import DraftRow, Score, StepRow
 from pdserve.wire.sampling_params import PromptLogprobs, SampledToken
 from pdserve_kernels.host_copies import to_device
 
@@ -43,6 +43,13 @@ class StepRunner(Protocol):
 
     def copy_blocks(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
         """Copies whole blocks. All sources are read before any destination is written."""
+
+
+class DraftRunner(Protocol):
+    """What drafts need of a runner: a ``ModelRunner`` that has the layer for it, or a ``TpRunner`` with such ones."""
+
+    def draft(self, rows: Sequence[DraftRow], count: int) -> list[list[int]]:
+        """Drafts up to ``count`` tokens behind each row of the last step that wants some. Waits for a GPU."""
 
 
 class AheadRunner(Protocol):
@@ -70,6 +77,8 @@ class LaunchedStep:
     """The log probabilities of prompts' tokens; None if the step computes none."""
     drafts: DraftTokens | None = None
     """The tokens after drafts; None if the step has none."""
+    starts: Sequence[int] = ()
+    """The position of the first token of each work of the plan. A step that was launched ahead has none."""
 
     def scored(self) -> list[tuple[Request, PromptLogprobs]]:
         """Returns the log probabilities that the step gives of requests' prompts. Waits for a GPU."""
@@ -88,6 +97,24 @@ class LaunchedStep:
             if work.drafts and not looks_back(work.request):
                 self.drafts.add(work.request, list(islice(left, len(work.drafts))))
         return sampled[: len(self.rows)]
+
+
+def known_rows(step: LaunchedStep, wanting: Set[Request]) -> list[tuple[Request, DraftRow]]:
+    """Returns the step's rows of which next tokens are known by now, in their order, each with its request.
+
+    ``wanting`` are the requests for which the model is to draft more.
+    """
+    found, row = list[tuple[Request, DraftRow]](), 0
+    for work, start in zip(step.plan.work, step.starts, strict=True):
+        request, tokens = work.request, work.request.token_ids
+        together = work.num_tokens if work.is_chunk else 1
+        for at in range(start, start + work.num_rows, together):
+            known = tokens[at + 1 : at + 1 + together]
+            if known and not request.ended and request.block_table:
+                wanted = request in wanting and at + len(known) == len(tokens) - 1
+                found.append((request, DraftRow(row, known, wanted)))
+            row += 1
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +172,8 @@ def launch(runner: StepRunner, plan: BatchPlan, eos_token_ids: Set[int], on_devi
     else:
         pending = HostTokens(computed, rows, sources, eos_token_ids)
     drafts = DraftTokens(computed, drafted, eos_token_ids) if drafted else None
-    return LaunchedStep(plan, range(num_sampled), pending, scores, drafts)
+    starts = [work.request.num_computed_tokens for work in plan.work]
+    return LaunchedStep(plan, range(num_sampled), pending, scores, drafts, starts)
 
 
 def launch_ahead(

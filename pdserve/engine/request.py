@@ -35,6 +35,7 @@ from pdserve.engine.kv_cache.block_table import BlockTable
 from pdserve.engine.kv_cache.prefix_cache import Match
 from pdserve.engine.sampling.grammar_matcher import GrammarMatcher
 from pdserve.engine.speculation.lookup import OwnText
+from pdserve.engine.speculation.model_drafts import ModelDrafts
 from pdserve.errors import EngineError
 from pdserve.tracing.lane_notes import LaneNotes
 from pdserve.wire.engine import PrefillReason, PrefillSource
@@ -196,6 +197,8 @@ class Request:
     """Whether steps may check drafts of the request. None are checked after one whose values were not finite."""
     own_text: OwnText | None = None
     """What guesses the next tokens from those so far; None until the request decodes and may have drafts."""
+    model_drafts: ModelDrafts | None = None
+    """What the model has drafted; None before it has."""
     match: Match = field(default_factory=Match)
     """The blocks that the prefix cache has for ``block_hashes``, while the request waits."""
     ended: bool = False

@@ -23,7 +23,17 @@ from pdserve.engine.api_channel import ApiChannel
 from pdserve.engine.core_lending import Cores, OwnCores
 from pdserve.engine.kv_cache.block_manager import BlockManager
 from pdserve.engine.kv_connector import KvConnector
-from pdserve.engine.launched_step import AheadRunner, LaunchedStep, StepAhead, StepRunner, launch, launch_ahead
+from pdserve.engine.launched_step import (
+    AheadRunner,
+    DraftRunner,
+    LaunchedStep,
+    StepAhead,
+    StepRunner,
+    decodes_on,
+    known_rows,
+    launch,
+    launch_ahead,
+)
 from pdserve.engine.placement.latency_targets import LatencyTargets, OwnItl
 from pdserve.engine.placement.placement import Placement
 from pdserve.engine.placement.step_cost import StepCost
@@ -163,6 +173,7 @@ class StepLoop:
         prompts: PromptRule,
         placement: Placement,
         ahead_runner: AheadRunner | None = None,
+        drafter: DraftRunner | None = None,
         renew: Callable[[bytes], None] = lambda _: None,
         grammars: GrammarOpener,
         cores: Cores | None = None,
@@ -174,6 +185,7 @@ class StepLoop:
         """``ahead_runner`` is ``runner`` if decode steps are to be launched before the tokens of the last are known.
 
         Everything else that writes to the KV cache then has to do it behind the steps that were launched before.
+        ``drafter`` is the runner if the model drafts tokens after its steps.
         ``give_back`` gives free memory back. It is called once when nothing was to be done for a while.
         ``renew`` takes a new cluster secret. Without a ``recorder`` no timelines are noted. ``life`` is where the loop
         shows life, and ``ranks_s`` how long another rank may keep it waiting.
@@ -185,12 +197,21 @@ class StepLoop:
         if ahead_runner is not None and blocks.keeps_states:
             # A token that turns out to be refused would be in the state already.
             raise EngineError("steps of a model that keeps states cannot be launched ahead of their tokens")
+        self._drafter = drafter
         self._blocks = blocks
         self._connector = connector
         self._collector = OutputCollector()
         self._recorder = recorder
         self._scheduler = Scheduler(
-            blocks, config, stop, self._collector, connector.release, placement, grammars.open, recorder
+            blocks,
+            config,
+            stop,
+            self._collector,
+            connector.release,
+            placement,
+            grammars.open,
+            recorder,
+            model_drafts=drafter is not None,
         )
         self._grammars = grammars
         self._cores = OwnCores() if cores is None else cores
@@ -386,9 +407,28 @@ class StepLoop:
             self._connector.give_up(request, NOT_FINITE, FailureCause.PROMPT)
             self._blocks.taint_context(request.block_table, request.block_hashes)
             self._scheduler.finish(request, FinishReason.ERROR, NOT_FINITE)
+        if self._drafter is not None:
+            self._draft(step, self._drafter)
         self._connector.stepped(self._scheduler, step.plan, now)
         for wanted in self._scheduler.room_wanted(now, self._placement.step_cost.decode_step_s):
             self._api.send(wanted)
+
+    def _draft(self, step: LaunchedStep, drafter: DraftRunner) -> None:
+        """Has the model draft what may follow a step's tokens, and complete what it keeps of them.
+
+        Blocks are passed on only then. The tokens leave before.
+        """
+        self._send_output()
+        speculation, began = self._scheduler.speculation, time.monotonic()
+        going = [work.request for work in step.plan.work if work.request.num_uncomputed_tokens == 1]
+        wanting, count = speculation.wanted([request for request in going if decodes_on(request)])
+        rows = known_rows(step, set(wanting))
+        if not rows:
+            return
+        drafts = drafter.draft([row for _, row in rows], count)
+        for (request, _), drafted in zip([each for each in rows if each[1].wanted], drafts, strict=True):
+            speculation.put(request, drafted)
+        speculation.drafted_for(count, time.monotonic() - began)
 
     # ------------------------------------------------------------ output
 

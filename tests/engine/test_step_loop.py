@@ -223,12 +223,16 @@ def engine(
     placement: Placement | None = None,
     give_back: Callable[[], object] | None = None,
     scheduler: SchedulerConfig = SMALL_STEPS,
+    drafts: bool = False,
 ) -> Iterator[Client]:
-    """Runs a mixed node's engine, or one with the connector of ``connect``, on the CPU or with an ``own_runner``."""
+    """Runs a mixed node's engine, or one with the connector of ``connect``, on the CPU or with an ``own_runner``.
+
+    ``drafts`` has the model draft tokens after its steps.
+    """
     config = read_decoder_config(folder)
     bounded = [num_blocks] * (len(layer_groups(config).groups) - 1)
     runner = own_runner or ModelRunner(
-        folder, config, Dtype.FP32, BLOCK_SIZE, num_blocks, MAX_LEN, TorchKernels(), bounded=bounded
+        folder, config, Dtype.FP32, BLOCK_SIZE, num_blocks, MAX_LEN, TorchKernels(), bounded=bounded, drafts=drafts
     )
     whole, *others = runner.cache.groups
     blocks = BlockManager(
@@ -250,6 +254,7 @@ def engine(
             prompts=PromptRule(VOCAB_SIZE, MAX_LEN),
             placement=placement or make_placement(BLOCK_SIZE),
             ahead_runner=runner if overlap and not runner.cache.states else None,
+            drafter=runner if drafts else None,
             grammars=GrammarOpener(lambda: tiny_vocabulary(folder), wake_up.set),
             give_back=give_back,
         )

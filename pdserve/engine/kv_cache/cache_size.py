@@ -16,6 +16,7 @@ import torch
 
 from pdserve.config import CacheConfig, EngineConfig, SchedulerConfig
 from pdserve.engine.sampling.sampling_row import sampling_bytes
+from pdserve.engine.speculation.model_drafts import by_model
 from pdserve.errors import ConfigError
 from pdserve.machine.memory import MIB, available_memory
 from pdserve.models.checkpoint.decoder_config import DecoderConfig, FallbackConfig, FamilyConfig
@@ -64,16 +65,14 @@ def workspace_bytes(
     dtype: torch.dtype,
     ranks: int,
     block_bytes: int,
-    *,
-    drafts: bool = False,
 ) -> int:
     """Returns the bytes that stay free for computing. Recorded steps have memory of their own, which stays theirs.
 
-    Before a step, a block of ``block_bytes`` may be copied for each of its requests. ``drafts`` says whether the model
-    drafts tokens after each step.
+    Before a step, a block of ``block_bytes`` may be copied for each of its requests.
     """
     rows, tokens = scheduler.max_num_seqs, scheduler.max_num_batched_tokens
     recorded = rows * decoder.vocab_size * _FP32_BYTES + step_bytes(decoder, dtype, ranks, rows, rows)
+    drafts = by_model(scheduler, decoder.has_draft_layer)
     drafting = draft_bytes(decoder, dtype, rows + tokens) if drafts else 0
     scored = max(SCORED_LOGITS, decoder.vocab_size)
     scoring = scored * SCORING_BYTES_PER_LOGIT + logits_bytes(1, scored, dtype, ranks)

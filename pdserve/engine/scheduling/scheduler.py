@@ -67,6 +67,8 @@ class Scheduler:
         placement: Placement,
         open_grammars: Callable[[Request], None] = lambda _: None,
         recorder: LaneRecorder | None = None,
+        *,
+        model_drafts: bool = False,
     ) -> None:
         self.counters = SchedulerCounters()
         self._blocks = BlockTables(blocks)
@@ -77,7 +79,7 @@ class Scheduler:
         self._step_cost = placement.step_cost
         self._targets = placement.targets
         self._static = config.batching is Batching.STATIC
-        self._speculation = Speculation(config, self._blocks, stop, self._step_cost)
+        self.speculation = Speculation(config, self._blocks, stop, self._step_cost, by_model=model_drafts)
         self.accepted_drafts_by_place = [0] * config.draft_tokens
         """How many drafts were accepted: first, second and so on of their steps."""
         self._stop = stop
@@ -184,7 +186,7 @@ class Scheduler:
         # What was just preempted is not admitted again at once, unless nothing else is left to do.
         if self.counters.preemptions == preemptions or not plan.work:
             self._admit(plan, budget, now)
-        self._speculation.add_drafts(plan, budget)
+        self.speculation.add_drafts(plan, budget)
         plan.work.sort(key=lambda work: work.is_chunk)
         plan.refused.extend(self._orders_without_blocks())
         return plan
@@ -220,7 +222,7 @@ class Scheduler:
         """
         if self._static or len(plan.work) != len(self._queues.running):
             return []
-        if any(work.drafts for work in plan.work) or self._speculation.is_hopeful(work.request for work in plan.work):
+        if any(work.drafts for work in plan.work) or self.speculation.is_hopeful(work.request for work in plan.work):
             return []
         if self._queues.waiting and (self._admission.has_place or self._preempted_for_turn(self._now) is not None):
             return []

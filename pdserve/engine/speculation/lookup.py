@@ -14,6 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from pdserve.engine.speculation.rates import Rates
+
 LEAST_MATCH = 3
 """So many tokens have to agree with a place for that to be a source."""
 MOST_COMPARED = 16
@@ -23,41 +25,8 @@ READ_AT_ONCE = 4096
 
 _LONG_MATCHES = (4, 8, 16)
 """A guess after a match of about as many tokens is about as good. These begin the next better kinds."""
-_FIRST_RATES = (0.4, 0.6, 0.8, 0.9)
+FIRST_RATES = (0.4, 0.6, 0.8, 0.9)
 """The share of right guesses that is assumed at first, by the kind of match."""
-_FORGETS = 0.9
-_ENGINE_FORGETS = 0.995
-_WEIGHT = 2.0
-_ENGINE_WEIGHT = 16.0
-
-
-class GuessRates:
-    """The share of guesses that were right, by the length of the match, with recent ones counting most."""
-
-    __slots__ = ("_before", "_forgets", "_right", "_tried", "_weight")
-
-    def __init__(self, before: GuessRates | None = None) -> None:
-        """Until there are guesses enough, the rates are those of ``before``, or else assumed ones."""
-        self._before = before
-        self._forgets, self._weight = (_ENGINE_FORGETS, _ENGINE_WEIGHT) if before is None else (_FORGETS, _WEIGHT)
-        kinds = len(_FIRST_RATES)
-        self._right, self._tried = [0.0] * kinds, [0.0] * kinds
-
-    def note(self, matched: int, right: bool) -> None:
-        """Notes whether a guess after a match of so many tokens was right."""
-        kind = _kind(matched)
-        self._right[kind] = self._forgets * self._right[kind] + right
-        self._tried[kind] = self._forgets * self._tried[kind] + 1
-        if self._before is not None:
-            self._before.note(matched, right)
-
-    def rate(self, matched: int) -> float:
-        """Returns the share of guesses after a match of so many tokens that are right, between 0 and 1."""
-        return self._rate(_kind(matched))
-
-    def _rate(self, kind: int) -> float:
-        before = _FIRST_RATES[kind] if self._before is None else self._before._rate(kind)
-        return (self._right[kind] + self._weight * before) / (self._tried[kind] + self._weight)
 
 
 def _kind(matched: int) -> int:
@@ -67,11 +36,11 @@ def _kind(matched: int) -> int:
 class OwnText:
     """The index of one request's tokens, which are only ever appended to, and the source of its next ones."""
 
-    __slots__ = ("_last_place", "_num_read", "_source", "matched", "rates")
+    __slots__ = ("_last_place", "_num_read", "_rates", "_source", "matched")
 
-    def __init__(self, rates: GuessRates) -> None:
-        """``rates`` are those of all requests of the engine."""
-        self.rates = GuessRates(rates)
+    def __init__(self, rates: Rates) -> None:
+        """``rates`` are those of the engine, by kinds of matches (``FIRST_RATES``)."""
+        self._rates = rates.of_request()
         self._last_place: dict[tuple[int, ...], int] = {}
         """The place behind the latest occurrence of each run of ``LEAST_MATCH`` tokens."""
         self._num_read = 0
@@ -96,6 +65,10 @@ class OwnText:
         self._num_read = end
         return end == len(tokens)
 
+    def rate(self, number: int = 0) -> float:
+        """Returns how likely the guess after ``number`` right ones is right."""
+        return self._rates.rate(_kind(self.matched + number))
+
     def guesses(self, tokens: Sequence[int], count: int) -> list[int]:
         """Returns up to ``count`` tokens that are guessed to follow ``tokens``, all of which have been read."""
         if self._source is None or count <= 0:
@@ -117,7 +90,7 @@ class OwnText:
         """Reads the token at ``place``, and finds the source of the one behind it."""
         if self._source is not None:
             right = tokens[self._source] == tokens[place]
-            self.rates.note(self.matched, right)
+            self._rates.note(_kind(self.matched), right)
             self._source, self.matched = (self._source + 1, self.matched + 1) if right else (None, 0)
         end = place + 1
         if end < LEAST_MATCH:

@@ -3,13 +3,17 @@
 A draft is a further row of its step: it takes the time of a row, and gives a token if it and all drafts before it are
 right. So drafts are added, the likeliest first, as long as each of them makes the step give more tokens in a second,
 by what rows were measured to cost, and within the ITL target. A step that is bound by what it computes drafts nothing.
+
+Drafts come from the request's own text (``lookup``), or from the model's own MTP layers, which draft after each step,
+one token after another. How many of these are made is decided in the same way, by what they were measured to cost.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from pdserve.config import Batching, SchedulerConfig, Speculate
 from pdserve.engine.kv_cache.block_tables import BlockTables
@@ -18,12 +22,28 @@ from pdserve.engine.request import Request
 from pdserve.engine.scheduling.batch_plan import BatchPlan
 from pdserve.engine.scheduling.request_limits import StopRule
 from pdserve.engine.scheduling.step_budget import StepBudget
-from pdserve.engine.speculation.lookup import GuessRates, OwnText
+from pdserve.engine.speculation.lookup import FIRST_RATES, OwnText
+from pdserve.engine.speculation.model_drafts import ModelDrafts, first_rates
+from pdserve.engine.speculation.rates import Rates
 
-LEAST_RATE = 0.1
+LEAST_CHANCE = 0.1
 """A draft that is right less often is not worth the memory that its row reads."""
 HOPEFUL = 0.5
 """A request is likely to have good drafts in the next step as well if its next guess is right so often."""
+SURE = 0.85
+"""The model drafts nothing for a request whose own text is right so often."""
+TRIED_EVERY = 32
+"""The model drafts a token once in so many steps where drafts do not pay, to notice when they do again."""
+_KEPT = 0.8
+_LEAST_S = 1e-9
+
+
+class _Source(Protocol):
+    """What guesses the tokens behind those of one request."""
+
+    def guesses(self, tokens: Sequence[int], count: int) -> Sequence[int]: ...
+
+    def rate(self, number: int = 0) -> float: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +59,26 @@ class _Guessed:
 
 
 class Speculation:
-    """Adds drafts to planned steps. It has no clock."""
+    """Adds drafts to planned steps, and says how many the model makes. It has no clock."""
 
-    def __init__(self, config: SchedulerConfig, blocks: BlockTables, stop: StopRule, step_cost: StepCost) -> None:
+    def __init__(
+        self, config: SchedulerConfig, blocks: BlockTables, stop: StopRule, step_cost: StepCost, *, by_model: bool
+    ) -> None:
+        """``by_model`` says whether the model makes drafts of its own."""
         self._most_drafts = config.draft_tokens
-        self.is_on = config.speculation is not Speculate.OFF and config.batching is Batching.CONTINUOUS
+        mode = Speculate.OFF if config.batching is Batching.STATIC else config.speculation
+        self._by_text = mode in (Speculate.AUTO, Speculate.NGRAM)
+        self._by_model = by_model
         self._blocks, self._stop, self._step_cost = blocks, stop, step_cost
-        self._rates = GuessRates()
+        self._text_rates = Rates(FIRST_RATES)
+        self._model_rates = Rates(first_rates(config.draft_tokens))
+        self._draft_s = 0.0
+        """What it takes to have the model draft one more token of each request."""
+        self._untried = 0
+
+    @property
+    def is_on(self) -> bool:
+        return self._by_text or self._by_model
 
     def add_drafts(self, plan: BatchPlan, budget: StepBudget) -> None:
         """Adds drafts to the plan's requests that decode, where they pay. All else is planned."""
@@ -63,41 +96,116 @@ class Speculation:
 
     def is_hopeful(self, requests: Iterable[Request]) -> bool:
         """Returns whether the step after one that is under way is likely to draft: it then waits for this one."""
-        return self.is_on and any(
-            request.may_draft
-            and (text := request.own_text) is not None
-            and text.matched
-            and text.rates.rate(text.matched) >= HOPEFUL
+        if self._by_model:
+            return True
+        return self._by_text and any(
+            request.may_draft and (text := request.own_text) is not None and text.matched and text.rate() >= HOPEFUL
             for request in requests
         )
+
+    # ------------------------------------------------------------ drafts of the model
+
+    def wanted(self, requests: Sequence[Request]) -> tuple[list[Request], int]:
+        """Returns the requests that the model is to draft tokens of now, all of which go on, and how many of each."""
+        if not self._by_model:
+            return [], 0
+        wanting = [request for request in requests if self._wants_model(request)]
+        count = self._model_count(wanting) if wanting else 0
+        self._untried = 0 if count else self._untried + 1
+        if wanting and self._untried >= TRIED_EVERY:
+            count, self._untried = 1, 0
+        for request in wanting if count else ():
+            # Drafts end where the blocks do.
+            self._blocks.reserve(request, len(request.token_ids) + count)
+        return (wanting, count) if count else ([], 0)
+
+    def put(self, request: Request, drafts: Sequence[int]) -> None:
+        """Takes what the model has drafted of a request."""
+        if request.model_drafts is None:
+            request.model_drafts = ModelDrafts(self._model_rates)
+        request.model_drafts.put(len(request.token_ids), drafts)
+
+    def drafted_for(self, count: int, seconds: float) -> None:
+        """Learns how long it took to draft ``count`` tokens of each request that wanted some."""
+        if count:
+            before_s = self._draft_s or seconds / count
+            self._draft_s = _KEPT * before_s + (1 - _KEPT) * seconds / count
+
+    def _wants_model(self, request: Request) -> bool:
+        if not request.may_draft or self._left(request) < 1:
+            return False
+        text, tokens = request.own_text, request.token_ids
+        sure = text is not None and text.read(tokens, request.num_prompt_tokens) and text.matched
+        return not (sure and text is not None and text.rate() >= SURE)
+
+    def _model_count(self, requests: Sequence[Request]) -> int:
+        """Returns with how many drafts of each request the next step gives most tokens in a second."""
+        cost, rows = self._step_cost, len(requests)
+        context = sum(len(request.token_ids) for request in requests)
+        row_s = self._row_s(context // rows)
+        step_s = cost.estimate_s(rows, context, 0) or cost.decode_step_s
+        rates = [request.model_drafts or self._model_rates for request in requests]
+        chances, given = [1.0] * rows, float(rows)
+        best, count = given / max(step_s, _LEAST_S), 0
+        for number in range(self._most_drafts):
+            chances = [chance * rate.rate(number) for chance, rate in zip(chances, rates, strict=True)]
+            given += sum(chances)
+            drafts = number + 1
+            speed = given / max(step_s + drafts * (self._draft_s + rows * row_s), _LEAST_S)
+            if speed > best:
+                best, count = speed, drafts
+        return count
+
+    # ------------------------------------------------------------ drafts of a step
+
+    def _left(self, request: Request) -> int:
+        """Returns how many drafts of a request a step may check at most."""
+        length = len(request.token_ids)
+        # With the last draft right, one more token follows.
+        count = min(self._most_drafts, self._stop.most_tokens(request) - length - 1)
+        if self._blocks.keeps_states:
+            # A step that passed over the end of a block would leave no state there for the prefix cache.
+            count = min(count, -length % self._blocks.block_size)
+        return count
 
     def _guess(self, plan: BatchPlan, place: int) -> _Guessed | None:
         work = plan.work[place]
         request = work.request
         if not (work.decodes and request.may_draft) or request.serves_push or request.children:
             return None
-        if request.own_text is None:
-            request.own_text = OwnText(self._rates)
-        text, tokens = request.own_text, request.token_ids
-        if not text.read(tokens, request.num_prompt_tokens) or not text.matched:
-            return None
-        # With the last draft right, one more token follows.
-        count = min(self._most_drafts, self._stop.most_tokens(request) - len(tokens) - 1)
-        if self._blocks.keeps_states:
-            # A step that passed over the end of a block would leave no state there for the prefix cache.
-            count = min(count, -len(tokens) % self._blocks.block_size)
-        guesses = text.guesses(tokens, count)
-        chances, chance = [], 1.0
-        for number in range(len(guesses)):
-            chance *= text.rates.rate(text.matched + number)
-            if chance < LEAST_RATE:
-                break
-            chances.append(chance)
+        tokens, left = request.token_ids, self._left(request)
+        found = [self._chances(source, tokens, left) for source in self._sources(request)]
+        guesses, chances = max(found, key=lambda each: sum(each[1]), default=((), ()))
         if not chances:
             return None
-        context = len(tokens)
-        row_s = self._step_cost.estimate_s(2, 2 * context, 0) - self._step_cost.estimate_s(1, context, 0)
-        return _Guessed(place, guesses, chances, row_s)
+        return _Guessed(place, guesses, chances, self._row_s(len(tokens)))
+
+    def _sources(self, request: Request) -> Iterator[_Source]:
+        """Yields what may guess the request's next tokens."""
+        if self._by_text:
+            if request.own_text is None:
+                request.own_text = OwnText(self._text_rates)
+            if request.own_text.read(request.token_ids, request.num_prompt_tokens) and request.own_text.matched:
+                yield request.own_text
+        if request.model_drafts is not None:
+            request.model_drafts.read(request.token_ids)
+            yield request.model_drafts
+
+    @staticmethod
+    def _chances(source: _Source, tokens: Sequence[int], count: int) -> tuple[Sequence[int], list[float]]:
+        """Returns up to ``count`` guesses, and how likely each is right with all before it, while it is likely."""
+        guesses, chances, chance = source.guesses(tokens, count), list[float](), 1.0
+        for number in range(len(guesses)):
+            chance *= source.rate(number)
+            if chance < LEAST_CHANCE:
+                break
+            chances.append(chance)
+        return guesses, chances
+
+    def _row_s(self, context: int) -> float:
+        """Returns what a row with such a context adds to a step."""
+        cost = self._step_cost
+        return cost.estimate_s(2, 2 * context, 0) - cost.estimate_s(1, context, 0)
 
     def _counts(self, guessed: Sequence[_Guessed], plan: BatchPlan, budget: StepBudget) -> list[int]:
         """Returns how many drafts pay of each."""
@@ -106,7 +214,7 @@ class Speculation:
         given = float(rows)
         left_s, left_tokens = budget.rows_left_s(), budget.tokens
         counts = [0] * len(guessed)
-        queue = [(-each.chances[0] / max(each.row_s, 1e-9), index) for index, each in enumerate(guessed)]
+        queue = [(-each.chances[0] / max(each.row_s, _LEAST_S), index) for index, each in enumerate(guessed)]
         heapq.heapify(queue)
         while queue and left_tokens > 0:
             worth, index = heapq.heappop(queue)
@@ -121,5 +229,5 @@ class Speculation:
             left_tokens -= 1
             counts[index] += 1
             if counts[index] < len(each.chances):
-                heapq.heappush(queue, (-each.chances[counts[index]] / max(each.row_s, 1e-9), index))
+                heapq.heappush(queue, (-each.chances[counts[index]] / max(each.row_s, _LEAST_S), index))
         return counts
