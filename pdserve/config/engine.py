@@ -176,6 +176,13 @@ class SchedulerConfig:
         "draft-tokens", "A step checks at most this many drafts of one request.", 7, minimum=1, maximum=32
     )
 
+    @property
+    def most_rows(self) -> int:
+        """The most tokens that a step computes as rows of their own: one of each request, and drafts beside few."""
+        if self.speculation is Speculate.OFF or self.batching is Batching.STATIC:
+            return self.max_num_seqs
+        return max(self.max_num_seqs, 1 + self.draft_tokens)
+
 
 @dataclass(frozen=True, slots=True)
 class GrammarConfig:

@@ -143,9 +143,9 @@ def assemble(
     warm_up(runner, tokens, block_size, groups[1:])
     if backend.graph_kernels is not None and config.model.cuda_graphs is Switch.ON:
         progress("recording decode steps")
-        runner.capture_decode(backend.graph_kernels, config.scheduler.max_num_seqs, CudaGraphs())
+        runner.capture_decode(backend.graph_kernels, config.scheduler.most_rows, CudaGraphs())
     if device.type == "cuda":
-        warm_up_sampling(decoder.vocab_size, config.scheduler.max_num_seqs, device)
+        warm_up_sampling(decoder.vocab_size, config.scheduler.most_rows, device)
     if isinstance(runner, TpRunner):
         runner.warmed_up()
     blocks = BlockManager(

@@ -142,6 +142,9 @@ class RequestFacts:
     admitted: float | None = None
     first_token_at: float | None = None
     transfer_seconds: float = 0.0
+    drafts: int = 0
+    """The guesses of its tokens that steps have checked."""
+    accepted_drafts: int = 0
 
 
 @dataclass(slots=True, eq=False)

@@ -180,6 +180,8 @@ class LaneNotes:
         prompt_tokens: int = 0,
         cached_tokens: int = 0,
         output_tokens: int = 0,
+        drafts: int = 0,
+        accepted_drafts: int = 0,
         gaps: Gaps | None = None,
     ) -> RequestLane:
         """Returns the lane so far. Open phases end now; of a request that has not ``ended`` they stay open."""
@@ -210,6 +212,8 @@ class LaneNotes:
             prompt_tokens=prompt_tokens,
             cached_tokens=cached_tokens,
             output_tokens=output_tokens,
+            drafts=drafts,
+            accepted_drafts=accepted_drafts,
             gaps=gaps,
             phases=tuple(sorted(phases, key=lambda phase: phase.start_s)),
             moments=tuple(self._moments),

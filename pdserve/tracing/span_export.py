@@ -156,6 +156,8 @@ def _lane_attributes(lane: RequestLane) -> dict[str, Value | None]:
         "gen_ai.usage.input_tokens": lane.prompt_tokens,
         "gen_ai.usage.output_tokens": lane.output_tokens,
         "gen_ai.usage.cache_read.input_tokens": lane.cached_tokens,
+        "pdserve.drafts": lane.drafts or None,
+        "pdserve.accepted_drafts": lane.accepted_drafts if lane.drafts else None,
     }
     if lane.process is ProcessKind.PROXY:
         attributes |= {"http.route": lane.route, "http.response.status_code": lane.status}

@@ -178,6 +178,9 @@ class RequestLane(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
+    drafts: int = 0
+    """The guesses of its tokens that steps have checked."""
+    accepted_drafts: int = 0
     phases: tuple[Phase, ...] = ()
     """The phases by their beginning."""
     moments: tuple[Moment, ...] = ()

@@ -97,6 +97,8 @@ def _lane_title(lane: RequestLane) -> str:
         notes.append(lane.outcome)
     if lane.cached_tokens:
         notes.append(f"{lane.cached_tokens} tokens cached")
+    if lane.drafts:
+        notes.append(f"{lane.accepted_drafts} of {lane.drafts} drafts accepted")
     if lane.left_out:
         notes.append(f"{lane.left_out} more not recorded")
     return f"{name} ({', '.join(notes)})" if notes else name

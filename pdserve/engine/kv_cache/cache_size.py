@@ -70,7 +70,7 @@ def workspace_bytes(
 
     Before a step, a block of ``block_bytes`` may be copied for each of its requests.
     """
-    rows, tokens = scheduler.max_num_seqs, scheduler.max_num_batched_tokens
+    rows, tokens = scheduler.most_rows, scheduler.max_num_batched_tokens
     recorded = rows * decoder.vocab_size * _FP32_BYTES + step_bytes(decoder, dtype, ranks, rows, rows)
     drafts = by_model(scheduler, decoder.has_draft_layer)
     drafting = draft_bytes(decoder, dtype, rows + tokens) if drafts else 0

@@ -139,4 +139,6 @@ def _lane(request: Request, notes: LaneNotes, now: float, outcome: str) -> Reque
         prompt_tokens=request.num_prompt_tokens,
         cached_tokens=request.facts.cached_tokens,
         output_tokens=0 if request.serves_push else generated,
+        drafts=request.facts.drafts,
+        accepted_drafts=request.facts.accepted_drafts,
     )

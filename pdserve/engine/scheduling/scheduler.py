@@ -290,16 +290,19 @@ class Scheduler:
         finite = drafted.are_finite(request, len(drafts))
         if not finite:
             self._blocks.taint(request)
+        self.counters.drafts += len(drafts)
+        request.facts.drafts += len(drafts)
         number = 0
         while token is not None:
-            if number and (number == len(drafts) or not self._blocks.keeps_states):
-                self._blocks.computed(request, before + number)
+            if number:
+                self._count_accepted(request, number)
+                if number == len(drafts) or not self._blocks.keeps_states:
+                    self._blocks.computed(request, before + number)
             self.accept_token(request, token, now)
             if request.ended or number == len(drafts) or token.token_id != drafts[number]:
                 break
             number += 1
             token = drafted.after(request, number)
-        self._count_drafts(len(drafts), number)
         if token is None and not request.awaits_mask:
             return [request]
         if not finite and not request.ended:
@@ -308,11 +311,11 @@ class Scheduler:
             self._preempt(request)
         return []
 
-    def _count_drafts(self, drafts: int, accepted: int) -> None:
-        self.counters.drafts += drafts
-        self.counters.accepted_drafts += accepted
-        for place in range(accepted):
-            self.accepted_drafts_by_place[place] += 1
+    def _count_accepted(self, request: Request, number: int) -> None:
+        """Counts a request's draft, the one with this number in its step."""
+        self.counters.accepted_drafts += 1
+        self.accepted_drafts_by_place[number - 1] += 1
+        request.facts.accepted_drafts += 1
 
     def _note_chunks(self, plan: BatchPlan, now: float) -> None:
         for work in reversed(plan.work):

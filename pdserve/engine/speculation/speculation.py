@@ -65,7 +65,7 @@ class Speculation:
         self, config: SchedulerConfig, blocks: BlockTables, stop: StopRule, step_cost: StepCost, *, by_model: bool
     ) -> None:
         """``by_model`` says whether the model makes drafts of its own."""
-        self._most_drafts = config.draft_tokens
+        self._most_drafts, self._most_rows = config.draft_tokens, config.most_rows
         mode = Speculate.OFF if config.batching is Batching.STATIC else config.speculation
         self._by_text = mode in (Speculate.AUTO, Speculate.NGRAM)
         self._by_model = by_model
@@ -212,7 +212,8 @@ class Speculation:
         rows, context_tokens, prompt_tokens = plan.num_decoding, plan.context_tokens, plan.num_prompt_tokens
         step_s = self._step_cost.estimate_s(rows, context_tokens, prompt_tokens, prompt_context=plan.prompt_context)
         given = float(rows)
-        left_s, left_tokens = budget.rows_left_s(), budget.tokens
+        # Steps with more rows are not recorded on a GPU.
+        left_s, left_tokens = budget.rows_left_s(), min(budget.tokens, self._most_rows - rows)
         counts = [0] * len(guessed)
         queue = [(-each.chances[0] / max(each.row_s, _LEAST_S), index) for index, each in enumerate(guessed)]
         heapq.heapify(queue)
