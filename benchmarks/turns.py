@@ -33,7 +33,7 @@ from pdserve.errors import BenchError
 from pdserve.hub.finding import find_model
 from pdserve.models.checkpoint.cached_tokenizer import gguf_tokenizer
 from pdserve.models.checkpoint.config_reading import read_decoder_config
-from pdserve.models.checkpoint.gguf_file import is_gguf
+from pdserve.models.checkpoint.gguf.file import is_gguf
 from pdserve.settings import to_environ
 from pdserve.wire.discovery import Role
 

@@ -19,8 +19,8 @@ from pdserve.hub.cache import CachedRepository, cache_of, is_complete, repositor
 from pdserve.hub.download import Message, Note, in_gb, shown_progress
 from pdserve.hub.finding import FoundModel, WantedModel, fetched_model, known_model
 from pdserve.hub.selection import check_model, label_of
-from pdserve.models.checkpoint.gguf_file import gguf_parts
-from pdserve.models.checkpoint.quantisation import METHODS
+from pdserve.models.checkpoint.gguf.file import gguf_parts
+from pdserve.models.checkpoint.safetensors.quantisation import METHODS
 from pdserve.models.served import FORMATS_NOT_YET, NOT_YET, served_families
 from pdserve.models.table import COMPOSITES
 from pdserve.settings import load

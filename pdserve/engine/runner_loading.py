@@ -14,9 +14,9 @@ from pdserve.compiled_library import BuildError
 from pdserve.config import CpuKernels, EngineConfig
 from pdserve.errors import ConfigError
 from pdserve.models.backend import Backend, choose_device, open_backend
-from pdserve.models.checkpoint.block_form import stays_in_blocks
 from pdserve.models.checkpoint.decoder_config import DecoderConfig, FallbackConfig
 from pdserve.models.checkpoint.weight_file import SMALLEST, kept_weights, weights_name
+from pdserve.models.checkpoint.weights import stays_in_blocks
 from pdserve.models.runner import ModelRunner
 from pdserve.models.tp.shares import TpGroup
 from pdserve_kernels.contract import BlockKernels, Kernels

@@ -20,7 +20,7 @@ from pathlib import Path
 from pdserve.errors import ModelError
 from pdserve.hub.names import GGUF, HubName
 from pdserve.hub.selection import label_of, parts_of
-from pdserve.models.checkpoint.gguf_file import gguf_parts
+from pdserve.models.checkpoint.gguf.file import gguf_parts
 from pdserve.models.checkpoint.model_files import INDEX, SINGLE_FILE, TOKENIZERS, weight_files
 
 _PREFIX = "models--"

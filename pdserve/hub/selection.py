@@ -12,9 +12,9 @@ from pdserve.errors import ModelError
 from pdserve.hub.names import GGUF, HubName, is_inside
 from pdserve.models.checkpoint.config_reading import read_decoder_config
 from pdserve.models.checkpoint.decoder_config import FamilyConfig
-from pdserve.models.checkpoint.gguf_architectures import ARCHITECTURES
-from pdserve.models.checkpoint.gguf_file import gguf_parts, is_gguf, read_gguf_start
-from pdserve.models.checkpoint.gguf_settings import check_keys, gguf_settings
+from pdserve.models.checkpoint.gguf.architectures import ARCHITECTURES
+from pdserve.models.checkpoint.gguf.file import gguf_parts, is_gguf, read_gguf_start
+from pdserve.models.checkpoint.gguf.settings import check_keys, gguf_settings
 from pdserve.models.checkpoint.model_files import (
     INDEX,
     INTEGER_FORMATS,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from pdserve.models.checkpoint.gguf_architectures import ARCHITECTURES
+from pdserve.models.checkpoint.gguf.architectures import ARCHITECTURES
 from pdserve.models.recipe import (
     DeltaNetRecipe,
     FeedForwardRecipe,

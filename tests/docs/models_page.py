@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pdserve.models.checkpoint.quantisation import FORMS, METHODS, Form
+from pdserve.models.checkpoint.safetensors.quantisation import FORMS, METHODS, Form
 from pdserve.models.served import FORMATS_NOT_YET, NOT_YET, ServedFamily, served_families
 from pdserve.models.table import COMPOSITES, FAMILIES
 from tests.cluster import test_families as clusters

@@ -20,7 +20,7 @@ from pdserve.models.backend import CPU, Backend
 from pdserve.models.checkpoint import weight_file
 from pdserve.models.checkpoint.config_reading import read_decoder_config
 from pdserve.models.checkpoint.decoder_config import DecoderConfig, FallbackConfig
-from pdserve.models.checkpoint.safetensors_files import SafetensorsFiles
+from pdserve.models.checkpoint.safetensors.files import SafetensorsFiles
 from pdserve.models.runner import StepRow
 from pdserve.models.tp.shares import ALONE, TpGroup
 from pdserve.settings import cache_folder

@@ -11,11 +11,10 @@ import torch
 from gguf import GGMLQuantizationType
 
 from pdserve.config import Dtype, ModelConfig, Weights
-from pdserve.models.checkpoint.block_form import stays_in_blocks
 from pdserve.models.checkpoint.config_reading import read_decoder_config
 from pdserve.models.checkpoint.fingerprint import fingerprint
-from pdserve.models.checkpoint.gguf_tensors import GgufTensors
-from pdserve.models.checkpoint.weights import ALL, Checkpoint, joined_columns
+from pdserve.models.checkpoint.gguf.tensors import GgufTensors
+from pdserve.models.checkpoint.weights import ALL, Checkpoint, joined_columns, stays_in_blocks
 from pdserve.models.decoder import build_decoder
 from pdserve.models.parts.projections import Building, Projection, SideBySide, column_parallel
 from pdserve.models.runner import ModelRunner, StepRow

@@ -18,8 +18,8 @@ from gguf.constants import ExpertGatingFuncType, RopeScalingType
 from pdserve.config import Dtype
 from pdserve.errors import ModelError
 from pdserve.models.checkpoint.config_reading import read_family_config
-from pdserve.models.checkpoint.gguf_architectures import ARCHITECTURES
-from pdserve.models.checkpoint.gguf_file import read_gguf
+from pdserve.models.checkpoint.gguf.architectures import ARCHITECTURES
+from pdserve.models.checkpoint.gguf.file import read_gguf
 from pdserve.models.recipe import YarnScaling
 from pdserve.models.runner import StepRow
 from pdserve.settings import cache_folder

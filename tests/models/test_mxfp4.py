@@ -16,8 +16,8 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from pdserve.config import Dtype
 from pdserve.errors import ModelError
 from pdserve.models.checkpoint.config_reading import read_decoder_config, read_family_config
-from pdserve.models.checkpoint.gguf_file import read_gguf
-from pdserve.models.checkpoint.safetensors_files import SafetensorsFiles
+from pdserve.models.checkpoint.gguf.file import read_gguf
+from pdserve.models.checkpoint.safetensors.files import SafetensorsFiles
 from pdserve.models.checkpoint.weights import ALL, Checkpoint
 from pdserve.models.runner import StepRow
 from pdserve.settings import cache_folder

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from pdserve.errors import ModelError
-from pdserve.models.checkpoint.quantisation import FORMS, METHODS, Form, Scheme, read_quantisation
+from pdserve.models.checkpoint.safetensors.quantisation import FORMS, METHODS, Form, Scheme, read_quantisation
 from pdserve_kernels.contract import BlockFormat
 from tests.models.quantisers import FORMATS
 

@@ -14,13 +14,12 @@ from safetensors.torch import load_file, save_file
 
 from pdserve.config import CpuKernels, Dtype, ModelConfig, Weights
 from pdserve.errors import ModelError
-from pdserve.models.checkpoint.block_form import block_formats, stays_in_blocks
 from pdserve.models.checkpoint.config_reading import read_decoder_config, read_family_config
-from pdserve.models.checkpoint.dequantising import LARGEST_SHIFT, MOST_ADDED
 from pdserve.models.checkpoint.fingerprint import fingerprint
-from pdserve.models.checkpoint.safetensors_files import SafetensorsFiles
+from pdserve.models.checkpoint.safetensors.dequantising import LARGEST_SHIFT, MOST_ADDED
+from pdserve.models.checkpoint.safetensors.files import SafetensorsFiles
 from pdserve.models.checkpoint.weight_form import parameters, weight_bytes, weights_words
-from pdserve.models.checkpoint.weights import ALL, Checkpoint
+from pdserve.models.checkpoint.weights import ALL, Checkpoint, block_formats, stays_in_blocks
 from pdserve.models.parts.projections import Building
 from pdserve.models.runner import StepRow
 from pdserve.settings import cache_folder

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pdserve.models.checkpoint.gguf_architectures import ARCHITECTURES
+from pdserve.models.checkpoint.gguf.architectures import ARCHITECTURES
 from pdserve.models.served import NOT_YET, ServedFamily, not_yet, served_families
 from pdserve.models.table import FAMILIES
 

@@ -13,7 +13,7 @@ from pdserve.config import Dtype
 from pdserve.errors import ModelError
 from pdserve.models.checkpoint.config_reading import read_decoder_config, read_family_config
 from pdserve.models.checkpoint.model_files import weight_files
-from pdserve.models.checkpoint.safetensors_files import SafetensorsFiles
+from pdserve.models.checkpoint.safetensors.files import SafetensorsFiles
 from pdserve.models.checkpoint.weights import Checkpoint
 from pdserve.models.decoder import build_decoder
 from pdserve.models.parts.projections import Building

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from pdserve.models.checkpoint.safetensors_files import SafetensorsFiles
+from pdserve.models.checkpoint.safetensors.files import SafetensorsFiles
 from pdserve.models.table import FAMILIES
 from tests.tiny_models import LLAMA3_ROPE, SHAPE, WINDOW
 

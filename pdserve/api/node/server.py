@@ -38,7 +38,7 @@ from pdserve.installed_version import INSTALLED_VERSION
 from pdserve.log_format import name_node
 from pdserve.machine.memory import give_freed_memory_back, give_large_blocks_back
 from pdserve.metrics import BuildInfo, ProcessMetrics, installed
-from pdserve.models.checkpoint.gguf_file import forget_gguf
+from pdserve.models.checkpoint.gguf.file import forget_gguf
 from pdserve.models.checkpoint.weight_form import weights_words
 from pdserve.process import set_up_logging, share_interpreter
 from pdserve.settings import is_loopback

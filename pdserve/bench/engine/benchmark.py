@@ -31,7 +31,7 @@ from pdserve.config import Switch
 from pdserve.config.bench import BenchEngineConfig
 from pdserve.grammars.compiling import load_vocabulary
 from pdserve.models.checkpoint.demo import served_model_name
-from pdserve.models.checkpoint.gguf_file import is_gguf
+from pdserve.models.checkpoint.gguf.file import is_gguf
 from pdserve.models.checkpoint.model_files import TOKENIZERS
 from pdserve.models.rank_cache import TORCH_DTYPES
 from pdserve.settings import to_environ

@@ -13,9 +13,9 @@ from pdserve.bench.engine.own_blocks import bounded_counts, other_tables
 from pdserve.config import ModelConfig, Switch
 from pdserve.errors import ConfigError
 from pdserve.models.backend import choose_device, open_backend
-from pdserve.models.checkpoint.block_form import block_formats, stays_in_blocks
 from pdserve.models.checkpoint.config_reading import read_family_config
 from pdserve.models.checkpoint.decoder_config import FamilyConfig
+from pdserve.models.checkpoint.weights import block_formats, stays_in_blocks
 from pdserve.models.rank_cache import RankCache
 from pdserve.models.runner import CudaGraphs, Graph, ModelRunner, StepRow
 from pdserve_kernels.contract import BlockFormat, BlockKernels, Kernels

@@ -100,7 +100,7 @@ def run_rank(launch: RankLaunch, channel: OrderChannel, life: LifeBoard) -> None
         from pdserve.engine.kv_connector.transfer_memory import shared_memory
         from pdserve.engine.runner_loading import kept_block_kernels, load_runner, rank_backend, rank_device
         from pdserve.models.checkpoint.config_reading import read_decoder_config
-        from pdserve.models.checkpoint.gguf_file import forget_gguf
+        from pdserve.models.checkpoint.gguf.file import forget_gguf
         from pdserve.models.rank_cache import cache_place
         from pdserve.models.tp.tp_opening import open_group
 

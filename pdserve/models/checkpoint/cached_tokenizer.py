@@ -20,7 +20,7 @@ import xxhash
 from pdserve.errors import ModelError
 from pdserve.models.checkpoint.cached_files import CachedFiles, code_digest
 from pdserve.models.checkpoint.fingerprint import content_digest
-from pdserve.models.checkpoint.gguf_file import GgufFile, forget_gguf, is_gguf, read_gguf
+from pdserve.models.checkpoint.gguf.file import GgufFile, forget_gguf, is_gguf, read_gguf
 from pdserve.models.checkpoint.model_files import main_tokenizer, tokenizer_files
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_CODE = (Path(__file__), Path(__file__).with_name("gguf_file.py"))
+_CODE = (Path(__file__), Path(__file__).parent / "gguf" / "file.py")
 """What makes a tokenizer. Its bytes are part of each file's name, so that a change of the code makes another file."""
 _PACKAGES = ("transformers", "tokenizers", "sentencepiece", "tiktoken")
 _MOST = 16

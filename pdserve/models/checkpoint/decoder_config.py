@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from pdserve.models.checkpoint.quantisation import Quantisation
+from pdserve.models.checkpoint.safetensors.quantisation import Quantisation
 from pdserve.models.recipe import (
     AttentionRecipe,
     ExpertsRecipe,

@@ -11,7 +11,7 @@ import os
 from pathlib import Path
 
 from pdserve.errors import ModelError
-from pdserve.models.checkpoint.gguf_file import gguf_parts, gguf_stem, is_gguf
+from pdserve.models.checkpoint.gguf.file import gguf_parts, gguf_stem, is_gguf
 
 DEMO = "demo"
 """The value of ``--model`` that means this model."""

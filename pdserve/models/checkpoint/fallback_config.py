@@ -18,7 +18,7 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 from pdserve.errors import ModelError
 from pdserve.models.checkpoint.decoder_config import FallbackConfig
 from pdserve.models.checkpoint.model_files import plain_json
-from pdserve.models.checkpoint.quantisation import refuse_unknown_quantisation
+from pdserve.models.checkpoint.safetensors.quantisation import refuse_unknown_quantisation
 from pdserve.models.families.settings import FULL, SLIDING
 from pdserve.models.served import not_yet
 from pdserve.models.table import FAMILIES

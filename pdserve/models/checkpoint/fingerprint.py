@@ -26,7 +26,7 @@ import xxhash
 
 from pdserve.errors import ModelError
 from pdserve.models.checkpoint.cached_files import CachedFiles, tell_nobody
-from pdserve.models.checkpoint.gguf_file import gguf_parts, is_gguf
+from pdserve.models.checkpoint.gguf.file import gguf_parts, is_gguf
 from pdserve.models.checkpoint.model_files import tokenizer_files, weight_files
 
 log = logging.getLogger(__name__)

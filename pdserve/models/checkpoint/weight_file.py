@@ -35,7 +35,7 @@ from pdserve.machine.file_system import check_own, file_system, make_own_folder
 from pdserve.machine.memory import MIB
 from pdserve.models.checkpoint.cached_files import code_digest
 from pdserve.models.checkpoint.fingerprint import weights_fingerprint
-from pdserve.models.checkpoint.gguf_file import gguf_parts, is_gguf
+from pdserve.models.checkpoint.gguf.file import gguf_parts, is_gguf
 from pdserve.models.checkpoint.model_files import weight_files
 from pdserve_kernels.cpu.weight_memory import LINE, PIECE, FilledMemory
 
@@ -242,10 +242,8 @@ def weights_name(model: Path, cache_dir: Path, *form: object) -> tuple[str, int]
 def _sources() -> list[Path]:
     """Returns the code that says which bytes a key means: it reads the weights, and puts several into one."""
     here = Path(__file__)
-    names = ["weights.py", "mapped_file.py", "safetensors_files.py", "safetensors_header.py"]
-    names += ["quantisation.py", "quantised_tensors.py", "dequantising.py"]
-    names += [path.name for path in sorted(here.parent.glob("gguf_*.py"))]
-    readers = [here, *(here.with_name(name) for name in names)]
+    formats = (path for folder in ("gguf", "safetensors") for path in sorted(here.parent.glob(f"{folder}/*.py")))
+    readers = [here, here.with_name("weights.py"), here.with_name("mapped_file.py"), *formats]
     models = here.parents[1]
     builders = (path for folder in ("families", "parts") for path in sorted(models.glob(f"{folder}/*.py")))
     return [*readers, models / "decoder.py", models / "recipe.py", *builders]

@@ -9,11 +9,11 @@ from pathlib import Path
 from pdserve.config import CpuKernels, Dtype, ModelConfig, Weights
 from pdserve.errors import ModelError
 from pdserve.models.checkpoint.decoder_config import DecoderConfig
-from pdserve.models.checkpoint.gguf_file import is_gguf, read_gguf
+from pdserve.models.checkpoint.gguf.file import is_gguf, read_gguf
 from pdserve.models.checkpoint.model_files import weight_files
-from pdserve.models.checkpoint.quantisation import ANY_FAMILY, FORMS, Quantisation, read_quantisation
-from pdserve.models.checkpoint.quantised_tensors import FoundTensors, QuantisedTensor, quantised_tensors
-from pdserve.models.checkpoint.safetensors_header import read_header
+from pdserve.models.checkpoint.safetensors.header import read_header
+from pdserve.models.checkpoint.safetensors.quantisation import ANY_FAMILY, FORMS, Quantisation, read_quantisation
+from pdserve.models.checkpoint.safetensors.quantised_tensors import FoundTensors, QuantisedTensor, quantised_tensors
 from pdserve.models.group_sizes import GroupSize, group_sizes
 from pdserve.models.sizes import ModelSize
 from pdserve.wire.cache_groups import Keep

@@ -1,11 +1,11 @@
-"""Reads a model's weights by tensor name, from a Hugging Face folder or a GGUF file."""
+"""Reads a model's weights by tensor name, from a Hugging Face folder or a GGUF file, and says which stay in blocks."""
 
 from __future__ import annotations
 
 import copy
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise, product
 from pathlib import Path
@@ -13,13 +13,16 @@ from typing import Protocol
 
 import torch
 
+from pdserve.config import Dtype, ModelConfig, Weights
 from pdserve.errors import ModelError
 from pdserve.models.backend import CPU
-from pdserve.models.checkpoint.gguf_file import is_gguf
-from pdserve.models.checkpoint.quantisation import Quantisation
-from pdserve.models.checkpoint.safetensors_files import SafetensorsFiles
+from pdserve.models.checkpoint.config_reading import quantisation_of
+from pdserve.models.checkpoint.gguf.file import is_gguf, read_gguf
+from pdserve.models.checkpoint.gguf.tensors import GgufTensors
+from pdserve.models.checkpoint.safetensors.files import SafetensorsFiles
+from pdserve.models.checkpoint.safetensors.quantisation import Quantisation
 from pdserve.models.recipe import own_name
-from pdserve_kernels.contract import BlockWeight, UnreadWeight
+from pdserve_kernels.contract import BLOCK_FORMATS, BlockFormat, BlockWeight, UnreadWeight
 
 Rows = slice | tuple[int, ...]
 """The rows of a tensor: some that follow each other, or their numbers."""
@@ -383,6 +386,25 @@ def _key(name: str, rows: Rows, columns: Columns) -> str:
 def _tensor_files(path: Path, quantisation: Quantisation | None) -> TensorFiles:
     if not is_gguf(path):
         return SafetensorsFiles(path, quantisation)
-    from pdserve.models.checkpoint.gguf_tensors import GgufTensors
-
     return GgufTensors(path)
+
+
+def stays_in_blocks(path: Path, model: ModelConfig, *, kernels: bool) -> bool:
+    """Returns whether the model at ``path`` is computed from blocks, and not from dequantised weights.
+
+    ``kernels`` says whether there are kernels for that. They compute in bf16; in fp32, all of a token's numbers are to
+    be those of the dequantised weights. Raises ModelError if the file cannot be read.
+    """
+    if not kernels or model.weights is not Weights.AUTO or model.dtype is not Dtype.BF16:
+        return False
+    if not is_gguf(path):
+        return bool(block_formats(path))
+    return any(tensor.kind in BLOCK_FORMATS and len(tensor.shape) > 1 for tensor in read_gguf(path).tensors.values())
+
+
+def block_formats(path: Path) -> Mapping[str, BlockFormat]:
+    """Returns the format of each tensor that is read as blocks, by transformers' names. Raises ModelError."""
+    if is_gguf(path):
+        return GgufTensors(path).block_formats()
+    quantisation = quantisation_of(path)
+    return {} if quantisation is None else SafetensorsFiles(path, quantisation).block_formats()

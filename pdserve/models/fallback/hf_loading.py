@@ -15,7 +15,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from pdserve.errors import ModelError
 from pdserve.models.backend import CPU
-from pdserve.models.checkpoint.safetensors_files import SafetensorsFiles
+from pdserve.models.checkpoint.safetensors.files import SafetensorsFiles
 from pdserve.models.checkpoint.weights import unknown_tensors
 
 MASKED_SCORE = "attn.masked_bias"

@@ -11,8 +11,8 @@ from collections.abc import Callable
 import torch
 
 from pdserve.errors import ModelError
-from pdserve.models.checkpoint.quantisation import BLOCK_INPUTS, FORMS, Form
-from pdserve.models.checkpoint.quantised_tensors import Packing, QuantisedTensor
+from pdserve.models.checkpoint.safetensors.quantisation import BLOCK_INPUTS, FORMS, Form
+from pdserve.models.checkpoint.safetensors.quantised_tensors import Packing, QuantisedTensor
 from pdserve_kernels.contract import BlockFormat, BlockWeight
 
 Load = Callable[[str], torch.Tensor]

@@ -11,8 +11,8 @@ from dataclasses import replace
 from typing import Any
 
 from pdserve.errors import ModelError
-from pdserve.models.checkpoint.gguf_architectures import Architecture
-from pdserve.models.checkpoint.gguf_file import GgufFile
+from pdserve.models.checkpoint.gguf.architectures import Architecture
+from pdserve.models.checkpoint.gguf.file import GgufFile
 from pdserve.models.recipe import AttentionRecipe
 
 SIGMOID = 2

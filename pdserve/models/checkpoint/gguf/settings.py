@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from pdserve.errors import ModelError
-from pdserve.models.checkpoint.gguf_architectures import (
+from pdserve.models.checkpoint.gguf.architectures import (
     ARCHITECTURES,
     ATTENTION,
     COMPUTED,
@@ -29,16 +29,15 @@ from pdserve.models.checkpoint.gguf_architectures import (
     WITHOUT_EFFECT,
     Architecture,
 )
-from pdserve.models.checkpoint.gguf_file import GgufFile
-from pdserve.models.checkpoint.gguf_hybrids import hybrid_settings, layer_count, with_one_number
-from pdserve.models.checkpoint.gguf_latents import (
+from pdserve.models.checkpoint.gguf.file import GgufFile
+from pdserve.models.checkpoint.gguf.latents import (
     check_latents,
     latent_family,
     latent_scaling,
     latent_settings,
     stored_latents,
 )
-from pdserve.models.checkpoint.gguf_mixers import stored_mixer
+from pdserve.models.checkpoint.gguf.states import hybrid_settings, layer_count, stored_mixer, with_one_number
 from pdserve.models.families.settings import FULL, SLIDING, FamilySettings
 from pdserve.models.recipe import (
     AttentionRecipe,

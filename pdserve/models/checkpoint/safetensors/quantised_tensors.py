@@ -17,8 +17,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from pdserve.errors import ModelError
-from pdserve.models.checkpoint.quantisation import BLOCK_INPUTS, FORMS, UNUSED, Form, Quantisation, Scheme, is_pattern
-from pdserve.models.checkpoint.safetensors_header import StoredTensor
+from pdserve.models.checkpoint.safetensors.header import StoredTensor
+from pdserve.models.checkpoint.safetensors.quantisation import (
+    BLOCK_INPUTS,
+    FORMS,
+    UNUSED,
+    Form,
+    Quantisation,
+    Scheme,
+    is_pattern,
+)
 
 WEIGHT = ".weight"
 BLOCKS, SCALES = "_blocks", "_scales"

@@ -28,7 +28,7 @@ class Architecture:
     with_sigmoids: str = ""
     """The family of a file whose experts are chosen by sigmoids, if that is another one."""
     latents: bool = False
-    """Whether keys and values come from latents. ``gguf_latents`` reads such files."""
+    """Whether keys and values come from latents. ``latents`` reads such files."""
     permuted: bool = False
     """Whether the rows of queries and keys are stored so that the two halves of each head alternate."""
     shifted_norms: bool = False
@@ -261,7 +261,7 @@ COMPUTED: dict[str, tuple[str, ...]] = {
     "attention.recurrent_layers": ("full_attention_interval",),
     "ssm.inner_size": ("linear_value_head_dim", "mamba_d_head", "mamba_head_dim"),
 }
-"""Keys that ``gguf_hybrids`` and ``gguf_latents`` read, for families that have one of these settings."""
+"""Keys that ``states`` and ``latents`` read, for families that have one of these settings."""
 
 OUTER = {"token_embd": "embedding", "output": "head"}
 """The fields of a ``ModelRecipe`` that have the names of a file's tensors."""

@@ -13,7 +13,7 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
 from pdserve.errors import ModelError
-from pdserve.models.checkpoint.gguf_architectures import (
+from pdserve.models.checkpoint.gguf.architectures import (
     ATTENTION,
     BESIDE_EXPERTS,
     FEED_FORWARD,
@@ -25,10 +25,9 @@ from pdserve.models.checkpoint.gguf_architectures import (
     PER_LAYER_INPUT,
     Architecture,
 )
-from pdserve.models.checkpoint.gguf_file import GgufFile, GgufTensor, read_gguf
-from pdserve.models.checkpoint.gguf_latents import latent_tensors
-from pdserve.models.checkpoint.gguf_mixers import MixerTensor, gated_norm, mixer_tensors
-from pdserve.models.checkpoint.gguf_settings import (
+from pdserve.models.checkpoint.gguf.file import GgufFile, GgufTensor, read_gguf
+from pdserve.models.checkpoint.gguf.latents import latent_tensors
+from pdserve.models.checkpoint.gguf.settings import (
     LONG_FACTORS,
     ROTARY_DIVISORS,
     SHORT_FACTORS,
@@ -36,6 +35,7 @@ from pdserve.models.checkpoint.gguf_settings import (
     gguf_recipe,
     gguf_settings,
 )
+from pdserve.models.checkpoint.gguf.states import MixerTensor, gated_norm, mixer_tensors
 from pdserve.models.checkpoint.mapped_file import MappedFile
 from pdserve.models.recipe import ExpertsRecipe, LayerRecipe, MlpBesideExperts, MlpRecipe, ModelRecipe
 from pdserve_kernels.contract import BLOCK_FORMATS, BlockFormat, BlockWeight
