@@ -37,7 +37,7 @@ from pdserve.engine.sampling.grammar_matcher import GrammarMatcher
 from pdserve.engine.speculation.lookup import OwnText
 from pdserve.engine.speculation.model_drafts import ModelDrafts
 from pdserve.errors import EngineError
-from pdserve.tracing.lane_notes import LaneNotes
+from pdserve.tracing.lanes import LaneNotes
 from pdserve.wire.engine import PrefillReason, PrefillSource
 from pdserve.wire.ids import RequestUuid, TransferId
 from pdserve.wire.sampling_params import PromptLogprobs, SampledToken, SamplingParams

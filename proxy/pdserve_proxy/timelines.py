@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeAlias
 
 from pdserve.errors import NotFound, TooManyRequests
-from pdserve.tracing.join import joined_timeline
+from pdserve.tracing.lanes import joined_timeline
 from pdserve.wire.discovery import NodeInfo
 from pdserve.wire.timeline import PhaseKind, RequestLane, Timeline
 from pdserve_proxy.registry.snapshot import RegistryView

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdserve.tracing.join import joined_timeline, on_our_clock
+from pdserve.tracing.lanes import joined_timeline, on_our_clock
 from pdserve.wire.timeline import (
     Gap,
     Gaps,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pdserve.tracing.lane_notes import LONGEST_GAPS, MAX_MOMENTS, MAX_PHASES, GapNotes, LaneNotes
+from pdserve.tracing.lanes import LONGEST_GAPS, MAX_MOMENTS, MAX_PHASES, GapNotes, LaneNotes
 from pdserve.tracing.tracing import MAX_RECALLED, RecentLanes
 from pdserve.wire.timeline import Gap, MomentKind, PhaseKind, ProcessKind, RequestLane, TraceContext
 

@@ -14,7 +14,7 @@ import requests
 from pdserve.config import TraceConfig
 from pdserve.errors import ConfigError
 from pdserve.settings.load import check
-from pdserve.tracing.lane_notes import LaneNotes
+from pdserve.tracing.lanes import LaneNotes
 from pdserve.tracing.span_export import MAX_QUEUED, BoundedSession, SpanExport, traces_url
 from pdserve.tracing.tracing import NO_PARENT, SpanCounts, Tracing
 from pdserve.wire.timeline import MomentKind, PhaseKind, ProcessKind, RequestLane, TraceContext

@@ -10,7 +10,7 @@ from typing import cast
 
 from pdserve.api.answers.openai_response import Finish
 from pdserve.errors import DeadlineExceeded, Internal, InvalidRequest, PrefillLost, RequestError, Unavailable
-from pdserve.tracing.lane_notes import GapNotes, LaneNotes
+from pdserve.tracing.lanes import GapNotes, LaneNotes
 from pdserve.wire.engine import FinishReason, RequestOutput, RequestReport
 from pdserve.wire.timeline import MomentKind, RequestLane
 

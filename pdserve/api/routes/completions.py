@@ -60,7 +60,7 @@ from pdserve.config import Switch
 from pdserve.control.journal import Journal, room_block
 from pdserve.errors import DeadlineExceeded, InvalidRequest, NotFound
 from pdserve.http.request import JSON, TRACEPARENT, HttpRequest, Reply, request_label
-from pdserve.tracing.lane_notes import LaneNotes
+from pdserve.tracing.lanes import LaneNotes
 from pdserve.wire.ids import new_id
 from pdserve.wire.sampling_params import Grammar
 from pdserve.wire.terms import MAX_CLIENT_BYTES, AnswerIdentity, Keep, PromptTerms, RequestTargets, Terms

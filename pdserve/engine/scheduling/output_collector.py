@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 from pdserve.engine.request import Request
-from pdserve.tracing.lane_notes import LaneNotes
+from pdserve.tracing.lanes import LaneNotes
 from pdserve.wire.engine import FinishReason, Recorded, RequestOutput, RequestReport, StepOutput
 from pdserve.wire.sampling_params import PromptLogprobs, SampledToken
 from pdserve.wire.timeline import MomentKind, Phase, PhaseKind, ProcessKind, RequestLane

@@ -10,7 +10,7 @@ import time
 
 import msgspec
 
-from pdserve.tracing.lane_notes import MAX_MOMENTS, MAX_PHASES
+from pdserve.tracing.lanes import MAX_MOMENTS, MAX_PHASES
 from pdserve.wire.status import Pause
 from pdserve.wire.timeline import (
     Moment,

@@ -12,7 +12,7 @@ from pdserve.control.frame import Secrets
 from pdserve.errors import PdserveError
 from pdserve.http.tls import Trust
 from pdserve.patience import PatientTimeout
-from pdserve.tracing.join import on_our_clock
+from pdserve.tracing.lanes import on_our_clock
 from pdserve.wire.command import COMMAND_HEADER, COMMAND_PATH, Command, CommandResult, CommandSigner, NodeChange, Recall
 from pdserve.wire.discovery import NodeInfo
 from pdserve.wire.timeline import RecalledLanes, RequestLane

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from pdserve.tracing.lane_notes import MAX_MOMENTS, MAX_PHASES
+from pdserve.tracing.lanes import MAX_MOMENTS, MAX_PHASES
 from pdserve.wire.discovery import Role
 from pdserve.wire.status import RequestStage
 from pdserve.wire.timeline import Moment, MomentKind, Phase, PhaseKind, RequestLane, TraceContext
