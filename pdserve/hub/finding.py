@@ -112,7 +112,7 @@ async def fetched_model(
             tell(last)
 
     order = DownloadOrder(str(wanted.name), str(wanted.cache), newest)
-    command = python_program("pdserve.hub.fetching_process", msgspec.json.encode(order).decode())
+    command = python_program("pdserve.hub.preparing", msgspec.json.encode(order).decode())
     process = ServerProcess("the download", command, environ, take)
     try:
         await process.wait()

@@ -1,22 +1,30 @@
-"""Makes a model of the hub complete in the cache, or says why it cannot be: the weights come last."""
+"""Makes a model of the hub complete in the cache, or says why it cannot be: the weights come last.
+
+``python -m pdserve.hub.preparing ORDER`` does so, and writes messages as lines. It is a process of its own because
+huggingface_hub, and the check of some models, take memory that a node would keep.
+"""
 
 from __future__ import annotations
 
+import logging
+import sys
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pdserve.errors import ModelError
+import msgspec
+
+from pdserve.errors import HubError, ModelError
 from pdserve.hub.cache import CachedRepository, cached_model
-from pdserve.hub.download import DownloadEnded, DownloadProgress, Message, Note, in_gb
-from pdserve.hub.fetching import Fetcher, alone
-from pdserve.hub.names import HubName
-from pdserve.hub.remote import Listing, RemoteFile, list_files, look_up
+from pdserve.hub.download import DownloadEnded, DownloadFailed, DownloadOrder, DownloadProgress, Message, Note, in_gb
+from pdserve.hub.fetching import Fetcher, Listing, RemoteFile, alone, list_files, look_up
+from pdserve.hub.names import HubName, hub_name
 from pdserve.hub.selection import Selection, check_gguf_start, check_listing, check_settings, select
 from pdserve.models.checkpoint.model_files import INDEX, weight_files
 from pdserve.printable import printable
+from pdserve.process import die_with_parent
 
 _REPORT_S = 0.2
 _HEADER = 2**24
@@ -120,3 +128,32 @@ class Preparation:
 
     def _say(self, text: str) -> None:
         self.tell(Note(printable(text)))
+
+
+_writing = threading.Lock()
+
+
+def tell(message: Message) -> None:
+    with _writing:
+        sys.stdout.buffer.write(msgspec.json.encode(message) + b"\n")
+        sys.stdout.buffer.flush()
+
+
+def main(order: DownloadOrder) -> int:
+    """Fetches the model, and says what becomes of it. Returns the exit status."""
+    name = hub_name(order.model)
+    if name is None:
+        raise ValueError(f"{order.model!r} is no name of the hub")
+    try:
+        tell(Preparation(name, Path(order.cache), tell).run(newest=order.newest))
+    except (ModelError, HubError) as error:
+        tell(DownloadFailed(str(error), passing=isinstance(error, HubError)))
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    die_with_parent()
+    # The engine, which reads the same files, says what is to be said of them.
+    logging.disable(logging.WARNING)
+    sys.exit(main(msgspec.json.decode(sys.argv[1], type=DownloadOrder)))
