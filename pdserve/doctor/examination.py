@@ -10,13 +10,13 @@ from datetime import UTC, datetime
 from importlib.metadata import version
 
 from pdserve.config import CacheConfig, DoctorConfig, KvReturn, Switch, TransferConfig
-from pdserve.doctor import machine, network, probe, ucx_devices, ucx_programs
+from pdserve.doctor import machine, network, probe, ucx
 from pdserve.doctor.cluster import check_instances, prefill_controls, read_instances
 from pdserve.doctor.finding import Finding, Verdict, not_applicable, ok, problem, warning
 from pdserve.doctor.machine import LimitFacts
 from pdserve.doctor.peers import check_peer, read_peer, same_machine
-from pdserve.doctor.stand_in import StandIn, standing_in
-from pdserve.doctor.ucx_programs import UcxTools, Yardstick
+from pdserve.doctor.probe import StandIn, standing_in
+from pdserve.doctor.ucx import UcxTools, Yardstick
 from pdserve.errors import TransferError
 from pdserve.http.tls import Trust, read_authorities
 from pdserve.wire.transfer import EngineSpec, Examined
@@ -65,7 +65,7 @@ class _Doctor:
         self._ours = ours
         self._tls = config.transfer.ucx_tls or environ.get("UCX_TLS", "")
         self._software = machine.read_software(environ)
-        self._tools: UcxTools | None = ucx_programs.read_tools(self._software.ucx)
+        self._tools: UcxTools | None = ucx.read_tools(self._software.ucx)
         self._limits: LimitFacts = machine.read_limits()
         self._yardsticks: dict[tuple[str, int], Yardstick | None] = {}
         self._findings: list[Finding] = []
@@ -91,10 +91,10 @@ class _Doctor:
         ports = read_rdma()
         gpus = machine.read_gpus()
         self._findings += machine.check_software(facts)
-        self._findings.append(ucx_programs.check_tools(self._tools))
+        self._findings.append(ucx.check_tools(self._tools))
         usable = not facts.ucx_error and self._ucx(tuple(dict.fromkeys(port.device for port in ports)), len(gpus.names))
         self._findings += machine.check_limits(self._limits, rdma=bool(ports))
-        self._findings += ucx_devices.check_rdma(ports)
+        self._findings += ucx.check_rdma(ports)
         self._findings += machine.check_cores(machine.read_cores(self._config.cpu.cores))
         self._findings.append(machine.check_core_ledger(self._config.cpu.core_ledger))
         self._findings.append(machine.check_gpus(gpus))
@@ -102,18 +102,18 @@ class _Doctor:
         return usable
 
     def _ucx(self, rdma_devices: tuple[str, ...], gpus: int) -> bool:
-        lanes, error = ucx_devices.read_ucx(self._config.transfer)
+        lanes, error = ucx.read_ucx(self._config.transfer)
         ask = self._tools.ask if self._tools else lambda *_: ""
-        facts = ucx_devices.UcxFacts(
+        facts = ucx.UcxFacts(
             tls=self._tls,
             usable=lanes,
             error=error,
-            all_transports=ucx_devices.parse_transports(ask(self._environ, "", "-d")),
+            all_transports=ucx.parse_transports(ask(self._environ, "", "-d")),
             loaded=self._software.ucx,
             rdma_devices=rdma_devices,
             gpus=gpus,
         )
-        self._findings += ucx_devices.check_ucx(facts)
+        self._findings += ucx.check_ucx(facts)
         return not error
 
     def _controls(self) -> list[str]:
@@ -197,7 +197,7 @@ class _Doctor:
         if self._tools is None:
             return None
         if (tls, size) not in self._yardsticks:
-            self._yardsticks[tls, size] = ucx_programs.read_yardstick(self._tools, self._environ, tls, size)
+            self._yardsticks[tls, size] = ucx.read_yardstick(self._tools, self._environ, tls, size)
         return self._yardsticks[tls, size]
 
 

@@ -1,16 +1,35 @@
-"""Measures bandwidth and latency between this process and a prefill engine, beside those of UCX alone."""
+"""Measures bandwidth and latency between this process and a prefill engine, beside those of UCX alone.
+
+Where no peer is named, the engine is a ``StandIn`` without a model, in its own process: ``python -m
+pdserve.doctor.probe`` reads it as a line of JSON from standard input, writes its control address as one line, and ends
+when its standard input does.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import os
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
+import msgspec
+
+from pdserve.config import TransferConfig
 from pdserve.doctor.finding import Finding, not_applicable, ok, problem, warning
 from pdserve.doctor.machine import LimitFacts
-from pdserve.doctor.ucx_programs import Yardstick
+from pdserve.doctor.ucx import Yardstick
 from pdserve.errors import TransferError
-from pdserve.wire.transfer import MAX_PROBE_BYTES, MAX_PROBE_MESSAGE_BYTES
+from pdserve.process import AnsweringProcess, ChildDied, python_program
+from pdserve.wire.ids import new_id
+from pdserve.wire.transfer import MAX_PROBE_BYTES, MAX_PROBE_MESSAGE_BYTES, EngineSpec
+from pdserve.wire.version import OLDEST_PROTOCOL, PROTOCOL_VERSION
+from pdserve_kvtransfer.configuration import bound_to_loopback, configured_ucx, side_settings
 from pdserve_kvtransfer.probe.examiner import Examiner, Measured
+from pdserve_kvtransfer.region import KvRegion
+from pdserve_kvtransfer.thread import TransferThread
 from pdserve_kvtransfer.ucx.ucx_library import SHARED_MEMORY, Lane
 
 _MIN_MESSAGES = 16
@@ -153,3 +172,69 @@ def _micros(seconds: float) -> str:
 
 def _rate(bytes_per_s: float) -> str:
     return f"{bytes_per_s / 1e9:.2f} GB/s" if bytes_per_s >= 1e8 else f"{bytes_per_s / 1e6:.1f} MB/s"
+
+
+_SPEC = EngineSpec(
+    protocol=PROTOCOL_VERSION,
+    oldest_protocol=OLDEST_PROTOCOL,
+    fingerprint="none",
+    dtype="none",
+    block_size=1,
+    num_layers=1,
+    kv_heads=1,
+    head_dim=1,
+    tp_size=1,
+)
+_START_S = 60.0
+_CLOSE_S = 5.0
+
+
+class StandIn(msgspec.Struct, frozen=True):
+    """The order that a stand-in gets at its start."""
+
+    secret: bytes
+    transfer: TransferConfig
+    block_bytes: int
+
+
+@contextmanager
+def standing_in(told: StandIn, environ: Mapping[str, str]) -> Iterator[str]:
+    """Yields the control address of a stand-in that runs until the block ends. Raises TransferError if it fails."""
+    try:
+        child = AnsweringProcess(
+            "the local probe", python_program("pdserve.doctor.probe"), environ, stderr=subprocess.DEVNULL
+        )
+    except OSError as exc:
+        raise TransferError(f"the local probe cannot be started: {exc}") from exc
+    try:
+        try:
+            address = child.ask(told, _START_S).decode().strip()
+        except ChildDied as exc:
+            raise TransferError("the local probe did not come up") from exc
+        yield address
+    finally:
+        child.reap(2 * _CLOSE_S)
+
+
+def main() -> int:
+    told = msgspec.json.decode(sys.stdin.buffer.readline(), type=StandIn)
+    thread = TransferThread(
+        boot_id=new_id(),
+        secret=told.secret,
+        spec=_SPEC,
+        region=KvRegion(memoryview(bytearray(told.block_bytes)), told.block_bytes),
+        settings=side_settings(told.transfer),
+        transport=partial(configured_ucx, told.transfer, loopback=bound_to_loopback(told.transfer)),
+        wake=lambda: None,
+    )
+    try:
+        print(thread.start(), flush=True)
+        # This returns when the process that started this one closes the pipe or ends.
+        os.read(sys.stdin.fileno(), 1)
+    finally:
+        thread.close(_CLOSE_S)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

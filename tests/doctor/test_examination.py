@@ -128,7 +128,7 @@ def test_without_peers_two_processes_here_are_measured() -> None:
 
 
 def test_a_probe_that_cannot_be_made_is_a_problem(doctor: Doctor, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pdserve.doctor.stand_in.sys.executable", "/bin/false")
+    monkeypatch.setattr("pdserve.doctor.probe.sys.executable", "/bin/false")
     found = doctor()
     assert found.status == 1, found.text
     assert len(found.seen("probe here", "problem")) == 1

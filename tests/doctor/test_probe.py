@@ -9,7 +9,7 @@ import pytest
 from pdserve.doctor.finding import Finding, Verdict
 from pdserve.doctor.machine import LimitFacts
 from pdserve.doctor.probe import ProbeFacts, check_probe, message_count, message_size, transports_of
-from pdserve.doctor.ucx_programs import Yardstick
+from pdserve.doctor.ucx import Yardstick
 from pdserve.wire.transfer import MAX_PROBE_BYTES, MAX_PROBE_MESSAGE_BYTES
 from pdserve_kvtransfer.probe.examiner import Measured
 from pdserve_kvtransfer.ucx.ucx_library import Lane

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pdserve.doctor.finding import Finding, Verdict
-from pdserve.doctor.ucx_devices import check_rdma
+from pdserve.doctor.ucx import check_rdma
 from pdserve_kvtransfer.ucx.rdma_ports import read_rdma
 
 IPV4 = "0000:0000:0000:0000:0000:ffff:0a00:0007"

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from pdserve.config import TransferConfig
-from pdserve.doctor.stand_in import StandIn, standing_in
+from pdserve.doctor.probe import StandIn, standing_in
 from pdserve.errors import PeerLost, TransferError
 from pdserve_kvtransfer.probe.examiner import Examiner
 from pdserve_kvtransfer.ucx.ucx_transport import UcxTransport

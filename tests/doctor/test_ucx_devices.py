@@ -9,8 +9,7 @@ import pytest
 
 from pdserve.config import TransferConfig
 from pdserve.doctor.finding import Finding, Verdict
-from pdserve.doctor.ucx_devices import UcxFacts, check_ucx, parse_transports, read_ucx
-from pdserve.doctor.ucx_programs import check_tools, read_tools
+from pdserve.doctor.ucx import UcxFacts, check_tools, check_ucx, parse_transports, read_tools, read_ucx
 from pdserve_kvtransfer.ucx.ucx_library import Lane, LoadedUcx, loaded_ucx, parse_resources
 
 LAPTOP = UcxFacts(

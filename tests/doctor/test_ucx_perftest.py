@@ -1,4 +1,4 @@
-"""Tests pdserve.doctor.ucx_programs: it runs the installed program for a moment and reads its output."""
+"""Tests pdserve.doctor.ucx: it runs the installed program for a moment and reads its output."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.doctor.ucx_programs import Perftest, PerftestKind, PerftestResult, find_perftest, parse_result
+from pdserve.doctor.ucx import Perftest, PerftestKind, PerftestResult, find_perftest, parse_result
 from pdserve.errors import BenchError
 from pdserve_kvtransfer.ucx.ucx_library import loaded_ucx
 

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from pdserve.doctor.ucx_programs import UcxTools, read_tools, read_yardstick
+from pdserve.doctor.ucx import UcxTools, read_tools, read_yardstick
 from pdserve_kvtransfer.ucx.ucx_library import loaded_ucx
 
 pytestmark = pytest.mark.integration

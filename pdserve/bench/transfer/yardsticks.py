@@ -14,7 +14,7 @@ import torch
 
 from pdserve.config import TransferConfig
 from pdserve.config.bench import CacheMemory
-from pdserve.doctor.ucx_programs import PerftestKind, find_perftest
+from pdserve.doctor.ucx import PerftestKind, find_perftest
 from pdserve.errors import BenchError, TransferError
 from pdserve_kvtransfer.configuration import devices_of
 from pdserve_kvtransfer.ucx.ucx_library import loaded_ucx
