@@ -18,7 +18,7 @@ import torch
 
 from benchmarks.random_checkpoint import write_checkpoint
 from benchmarks.settings import BenchFamiliesConfig, FamiliesBenchConfig
-from pdserve.bench.engine.own_blocks import bounded_counts, other_tables
+from pdserve.bench.engine.subject import bounded_counts, other_tables
 from pdserve.bench.report import Better, Figure, Report, Row, Unit, chip_name, this_machine
 from pdserve.config import Dtype
 from pdserve.errors import ConfigError

@@ -21,8 +21,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from pdserve.bench.load import FIRST_ID, Job
-from pdserve.bench.load_sessions import Session, Turn
+from pdserve.bench.load import FIRST_ID, Job, Session, Turn
 from pdserve.config.bench import DatasetConfig
 from pdserve.errors import BenchError
 

@@ -21,8 +21,17 @@ from typing import TextIO
 import msgspec
 
 from pdserve.bench.dataset import Dataset, open_dataset
-from pdserve.bench.load import Job, Target, find_model, run_jobs, uniform_jobs
-from pdserve.bench.load_sessions import LoadRun, Session, at_rate, random_sessions
+from pdserve.bench.load import (
+    Job,
+    LoadRun,
+    Session,
+    Target,
+    at_rate,
+    find_model,
+    random_sessions,
+    run_jobs,
+    uniform_jobs,
+)
 from pdserve.bench.report import Better, Figure, Report, Row, Unit, measured, this_machine
 from pdserve.bench.streamed_answer import AnswerTargets, Distribution, distribution, result_of
 from pdserve.config import AdmissionConfig

@@ -61,7 +61,7 @@ def run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     check_folder("--json", config.report.json)
     check_folder("--plot", config.plan.plot)
     write_plot = plotter(_PLOT_MODULE) if config.plan.plot else None
-    from pdserve.bench.plan.forecast import forecast_rows
+    from pdserve.bench.plan.rows import forecast_rows
     from pdserve.bench.report import Report, render, this_machine, to_json
     from pdserve.plan.load import rate_of
     from pdserve.plan.profile import read_profile
@@ -230,7 +230,7 @@ def _memory(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     requests, asked = config.scheduler.max_num_seqs, config.model.max_model_len
     if not requests:
         raise ConfigError("how many requests at once? --max-num-seqs is needed")
-    from pdserve.bench.plan.memory_rows import memory_rows
+    from pdserve.bench.plan.rows import memory_rows
     from pdserve.bench.report import Report, render, this_machine, to_json
     from pdserve.hub.finding import find_model
     from pdserve.models.checkpoint.config_reading import read_decoder_config

@@ -16,8 +16,7 @@ from dataclasses import dataclass, field
 from pdserve.config import FEW_PROMPTS, NEWEST_SHARE, OVERLAP_FROM_TOKENS, Disaggregation, TargetsConfig, TransferConfig
 from pdserve.engine.placement.step_cost import StepParts
 from pdserve.errors import PlanError
-from pdserve.plan.answers import Answer, Bounds
-from pdserve.plan.load import PlannedRequest
+from pdserve.plan.load import Answer, Bounds, PlannedRequest
 from pdserve.plan.node import NodeStep, PendingPrompt, PrefillOrder, SimulatedNode
 from pdserve.plan.profile import NodeSpeed, Profile
 from pdserve.wire.discovery import Role

@@ -22,7 +22,7 @@ from pdserve.engine.placement.step_cost import StepCost, StepParts
 from pdserve.engine.scheduling.batch_admission import LEAST_KEPT, MAX_TRIED
 from pdserve.engine.scheduling.batch_plan import chunk_tokens
 from pdserve.engine.scheduling.step_budget import StepBudget
-from pdserve.plan.answers import Answer
+from pdserve.plan.load import Answer
 from pdserve.plan.profile import CacheGeometry, NodeSpeed
 from pdserve.wire.discovery import Role
 from pdserve.wire.ids import BootId

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from pdserve.config import Disaggregation, TargetsConfig
-from pdserve.plan.answers import Answer, Bounds, falls_behind, upto_middle
 from pdserve.plan.cluster import ClusterShape, Lived, TokenGaps, live, live_within
-from pdserve.plan.load import PlannedRequest
+from pdserve.plan.load import Answer, Bounds, PlannedRequest, falls_behind, upto_middle
 from pdserve.plan.profile import NodeSpeed, Profile
 from pdserve.wire.discovery import Role
 

@@ -12,10 +12,9 @@ from dataclasses import dataclass, replace
 from pdserve.engine.placement.step_cost import StepParts
 from pdserve.errors import PlanError
 from pdserve.plan.cluster import ClusterShape
-from pdserve.plan.fit import chunks_of
 from pdserve.plan.load import PlannedRequest
 from pdserve.plan.prediction import Prediction
-from pdserve.plan.profile import CacheGeometry, Profile
+from pdserve.plan.profile import CacheGeometry, Profile, chunks_of
 
 _LEFT = 0.15
 """This share of the work may be left at the end although a cluster keeps up: it is under way."""

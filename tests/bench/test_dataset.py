@@ -11,7 +11,7 @@ import pytest
 
 from pdserve.bench import dataset as module
 from pdserve.bench.dataset import Dataset, open_dataset
-from pdserve.bench.load_sessions import Session, Turn
+from pdserve.bench.load import Session, Turn
 from pdserve.config.bench import DatasetConfig
 from pdserve.errors import BenchError
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from pdserve.bench.load import Target
+from pdserve.bench.load import LoadRun, Target
 from pdserve.bench.load_benchmark import Progress
-from pdserve.bench.load_sessions import LoadRun
 from tests.bench.reports import stream
 
 

@@ -7,8 +7,7 @@ import statistics
 
 import pytest
 
-from pdserve.bench.load import Job
-from pdserve.bench.load_sessions import Session, Turn, at_rate, random_sessions
+from pdserve.bench.load import Job, Session, Turn, at_rate, random_sessions
 from pdserve.config.bench import LoadConfig
 
 RATE = 20.0

@@ -12,7 +12,7 @@ import torch
 import transformers
 from gguf.constants import GGMLQuantizationType
 
-from pdserve.bench.engine.own_blocks import bounded_counts, other_tables
+from pdserve.bench.engine.subject import bounded_counts, other_tables
 from pdserve.config import CpuConfig, CpuKernels, Dtype, EngineConfig, ModelConfig
 from pdserve.engine import runner_loading
 from pdserve.engine.runner_loading import kept_block_kernels, load_runner, packed_weights

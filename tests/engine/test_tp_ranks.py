@@ -18,7 +18,7 @@ import pytest
 import torch
 import zmq
 
-from pdserve.bench.engine.own_blocks import bounded_counts, other_tables
+from pdserve.bench.engine.subject import bounded_counts, other_tables
 from pdserve.config import (
     EngineConfig,
     TpBackend,

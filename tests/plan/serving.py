@@ -20,9 +20,8 @@ from benchmarks.goodput.workload import MIX
 from benchmarks.settings import BenchGoodputConfig
 from pdserve.config import Disaggregation, TargetsConfig
 from pdserve.engine.placement import latency_targets
-from pdserve.plan.answers import Answer
 from pdserve.plan.cluster import ClusterShape, Lived, TokenGaps, _Simulation, live
-from pdserve.plan.load import Lengths, PlannedRequest, poisson_load, read_lengths
+from pdserve.plan.load import Answer, Lengths, PlannedRequest, poisson_load, read_lengths
 from pdserve.plan.node import PendingPrompt
 from pdserve.plan.prediction import PlanTargets, gap_quantiles
 from pdserve.plan.profile import Profile, read_profile

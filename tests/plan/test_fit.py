@@ -8,7 +8,16 @@ import msgspec
 import pytest
 
 from pdserve.errors import PlanError
-from pdserve.plan.fit import Observed, decode_step, fit, fixed_part, lone_prompt, lone_prompt_s, mixed_step, spread_of
+from pdserve.plan.profile import (
+    Observed,
+    decode_step,
+    fit,
+    fixed_part,
+    lone_prompt,
+    lone_prompt_s,
+    mixed_step,
+    spread_of,
+)
 from tests.plan.profiles import PARTS
 
 TRUE = msgspec.structs.replace(PARTS, context_token=2e-6)

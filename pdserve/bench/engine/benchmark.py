@@ -11,14 +11,17 @@ from pathlib import Path
 import torch
 from llguidance import LLTokenizer
 
-from pdserve.bench.engine.expert_rows import ExpertLayer, ExpertStack, expert_layers, experts_row
 from pdserve.bench.engine.lent_core_rows import lent_core_rows
 from pdserve.bench.engine.parts import (
+    ExpertLayer,
+    ExpertStack,
     Hardware,
     LinearStack,
     Products,
     attention_s,
     constrained_sampling_s,
+    expert_layers,
+    experts_row,
     measure,
     products_of,
     sampling_s,

@@ -9,17 +9,36 @@ from typing import Protocol
 
 import torch
 
-from pdserve.bench.engine.own_blocks import bounded_counts, other_tables
 from pdserve.config import ModelConfig, Switch
 from pdserve.errors import ConfigError
 from pdserve.models.backend import choose_device, open_backend
 from pdserve.models.checkpoint.config_reading import read_family_config
-from pdserve.models.checkpoint.decoder_config import FamilyConfig
+from pdserve.models.checkpoint.decoder_config import DecoderConfig, FamilyConfig
 from pdserve.models.checkpoint.weights import block_formats, stays_in_blocks
+from pdserve.models.layer_groups import layer_groups
 from pdserve.models.rank_cache import RankCache
 from pdserve.models.runner import CudaGraphs, Graph, ModelRunner, StepRow
+from pdserve.wire.cache_groups import GroupBlocks, Keep
 from pdserve_kernels.contract import BlockFormat, BlockKernels, Kernels
 from pdserve_kernels.kv_layout import KvLayout
+
+
+def bounded_counts(config: DecoderConfig, num_blocks: int, requests: int) -> list[int]:
+    """Returns the blocks of each group behind the first one, which has ``num_blocks``."""
+    groups = layer_groups(config).groups[1:]
+    return [2 * requests if group.keep is Keep.LATEST else num_blocks for group in groups]
+
+
+def other_tables(bounded: Sequence[GroupBlocks], blocks: range, request: int) -> list[Sequence[int]]:
+    """Returns ``StepRow.others`` of a request which has these blocks of the first group."""
+    tables: list[Sequence[int]] = []
+    for group in bounded:
+        if group.spec.keep is Keep.LATEST:
+            present = group.first + 2 * request
+            tables.append((present, present + 1))
+        else:
+            tables.append(range(group.first + blocks.start, group.first + blocks.stop))
+    return tables
 
 
 class Runner(Protocol):

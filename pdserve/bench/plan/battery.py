@@ -19,8 +19,7 @@ import aiohttp
 from pdserve.bench.load import Job, Target, run_job, uniform_jobs
 from pdserve.bench.streamed_answer import Stream
 from pdserve.errors import BenchError
-from pdserve.plan.fit import Observed, decode_step, lone_prompt, mixed_step
-from pdserve.plan.profile import CacheGeometry, PaceProbe
+from pdserve.plan.profile import CacheGeometry, Observed, PaceProbe, decode_step, lone_prompt, mixed_step
 
 LONE_PROMPTS = (16, 64, 160, 256, 512, 1024)
 LONE_REPEATS = 3

@@ -9,7 +9,7 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from pdserve.bench.plan.forecast import CLUSTER, PREDICTED
+from pdserve.bench.plan.rows import CLUSTER, PREDICTED
 from pdserve.bench.report import Report
 from pdserve.errors import BenchError
 

@@ -31,7 +31,6 @@ from pdserve.models.checkpoint.demo import served_model_name
 from pdserve.models.checkpoint.weight_form import ITEM_BYTES, model_size
 from pdserve.models.group_sizes import Load, group_blocks, group_sizes, prompt_bytes
 from pdserve.models.sizes import cpu_cache, cpu_scheduler
-from pdserve.plan.fit import fit, fixed_part, lone_prompt_s, spread_of
 from pdserve.plan.memory import bounded_places
 from pdserve.plan.profile import (
     MOST_NODES,
@@ -42,6 +41,10 @@ from pdserve.plan.profile import (
     PaceProbe,
     Profile,
     TransferCost,
+    fit,
+    fixed_part,
+    lone_prompt_s,
+    spread_of,
 )
 from pdserve.process import partition_cores
 from pdserve.settings import to_environ
