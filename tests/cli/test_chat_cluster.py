@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.cli.chat.cluster import cluster_environ
+from pdserve.cli.chat.command import cluster_environ
 from pdserve.config import ChatConfig, UpConfig
 from pdserve.settings import load, load_with_file
 from tests.cli.terminal import pdserve_in_terminal

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.cli.chat.conversation import MAX_FILE_BYTES, ChatRefused, Conversation, Message
+from pdserve.cli.chat.server import MAX_FILE_BYTES, ChatRefused, Conversation, Message
 
 
 def texts(messages: list[Message]) -> list[str]:

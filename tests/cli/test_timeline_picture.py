@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pdserve.cli.watch.timeline_picture import picture
+from pdserve.cli.watch.trace import picture
 from pdserve.wire.timeline import Moment, MomentKind, ProcessKind, RequestLane, Timeline
 
 

@@ -25,10 +25,12 @@ from rich.markdown import Markdown
 from rich.segment import Segment
 from rich.text import Text
 
-from pdserve.cli.chat.conversation import ChatRefused, Conversation, Message
 from pdserve.cli.chat.server import (
     Answer,
     AskFailed,
+    ChatRefused,
+    Conversation,
+    Message,
     Piece,
     Sampling,
     Server,
