@@ -21,8 +21,7 @@ from pdserve.wire.discovery import Capacity, FromProxy, NodeHello, NodeInfo, Pro
 from pdserve.wire.ids import new_id
 from pdserve.wire.transfer import EngineSpec, Examine, Examined, ToDecode
 from pdserve.wire.version import SPOKEN
-from pdserve_kvtransfer.probe.asker import probe_memory
-from pdserve_kvtransfer.probe.examiner import Examiner
+from pdserve_kvtransfer.probe.examiner import Examiner, probe_memory
 from pdserve_kvtransfer.ucx.ucx_transport import UcxLink, UcxTransport
 from tests.attacks.attack import attacks
 from tests.attacks.client import ANSWER_S

@@ -24,16 +24,16 @@ from pdserve.wire.version import SPOKEN
 from pdserve_kvtransfer.events import FetchLanded, FirstTokenArrived, PushEnded, PushOutcome, PushWanted
 from pdserve_kvtransfer.pieces import label_of
 from pdserve_kvtransfer.probe import host as probe_host
-from pdserve_kvtransfer.probe.asker import (
+from pdserve_kvtransfer.probe.examiner import (
     LOAD_TAG,
     MAX_ASKER_BYTES,
     PAUSE_S,
     PING_TAG,
     START_TAG,
+    Examiner,
     ProbeAsker,
     probe_memory,
 )
-from pdserve_kvtransfer.probe.examiner import Examiner
 from pdserve_kvtransfer.region import machine_identity
 from pdserve_kvtransfer.ucx.ucx_transport import UcxTransport
 from tests.eventually import eventually

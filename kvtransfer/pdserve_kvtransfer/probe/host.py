@@ -27,7 +27,7 @@ from pdserve.wire.transfer import (
 from pdserve.wire.version import OLDEST_PROTOCOL, Spoken
 from pdserve_kvtransfer.control.sockets import ControlServer
 from pdserve_kvtransfer.pieces import label_of, tag_of
-from pdserve_kvtransfer.probe.asker import (
+from pdserve_kvtransfer.probe.examiner import (
     LOAD_TAG,
     MAX_ASKER_BYTES,
     PAUSE_S,
