@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from pdserve.api.node.proxy_names import MAX_PROXIES, ProxyNames, addresses_of, is_name, look_up
+from pdserve.api.node.proxy_link import MAX_PROXIES, ProxyNames, addresses_of, is_name, look_up
 
 WAIT_S = 30.0
 

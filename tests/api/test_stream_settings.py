@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from pdserve.api.answers.chunks import FullChunks, PlainChunks
+from pdserve.api.answers.answer import FullChunks, PlainChunks
 from pdserve.api.generation.engine_client import EngineClient, PromptChoices
 from pdserve.api.generation.generation import ReadPace
 from pdserve.api.requests.tokenizer import Tokenizer

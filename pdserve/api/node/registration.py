@@ -8,7 +8,7 @@ or for ``STILL_S`` in which it did not run either, it says nothing, so that the 
 A proxy that is down costs nothing: frames go only to connections that stand, so none is stored and grows stale. What is
 sent to a proxy, and when, is decided in ``proxy_link``.
 
-``proxy_names`` finds the addresses of proxies that are given by name. The node registers at a new address at once. It
+``ProxyNames`` finds the addresses of proxies that are given by name. The node registers at a new address at once. It
 forgets an address that a name no longer has when the proxy there has not answered for its lease: a proxy that shuts
 down loses its name first, and still relays what it has.
 """
@@ -30,8 +30,16 @@ from typing import cast
 import msgspec
 import zmq
 
-from pdserve.api.node.proxy_link import MISSED_ACKS, ProxyLink, ProxyView, RegistrationStatus
-from pdserve.api.node.proxy_names import LookUp, ProxyNames, is_name, look_up
+from pdserve.api.node.proxy_link import (
+    MISSED_ACKS,
+    LookUp,
+    ProxyLink,
+    ProxyNames,
+    ProxyView,
+    RegistrationStatus,
+    is_name,
+    look_up,
+)
 from pdserve.control.frame import Opened, Opener, Purpose, Sealer, Secrets
 from pdserve.errors import ConfigError, WireError
 from pdserve.liveness import Motion, Silence, motion_of
