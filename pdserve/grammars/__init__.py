@@ -1,1 +1,1 @@
-"""Compiles grammars for one model's vocabulary: ``vocabulary`` and ``compiling``, on llguidance."""
+"""Compiles grammars for one model's vocabulary: ``compiling``, on llguidance, after a ``trial`` in another process."""
