@@ -22,8 +22,8 @@ from benchmarks.settings import (
     BenchTurnsConfig,
     check,
 )
+from pdserve.bench.report import check_folder, plotter, publish
 from pdserve.cli.main import status_of
-from pdserve.cli.report_output import check_folder, plotter, publish
 from pdserve.config import NodeConfig, ProxyConfig
 from pdserve.errors import ConfigError
 from pdserve.process import die_with_parent

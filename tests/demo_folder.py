@@ -14,10 +14,10 @@ from filelock import FileLock
 from safetensors.torch import save_file
 
 from pdserve.models.checkpoint.cached_tokenizer import gguf_tokenizer
-from pdserve.models.checkpoint.demo import DEMO_NAME, PACKAGE, packaged_gguf
 from pdserve.models.checkpoint.gguf.file import read_gguf
 from pdserve.models.checkpoint.gguf.settings import gguf_settings
 from pdserve.models.checkpoint.gguf.tensors import GgufTensors
+from pdserve.models.checkpoint.model_files import DEMO_NAME, PACKAGE, packaged_gguf
 
 # This is part of the folder's name. Raise it when the conversion changes, so that older folders are not used any more.
 _CONVERSION = 2

@@ -26,8 +26,7 @@ from benchmarks.settings import BenchPlanConfig
 from benchmarks.workload import Arrival, run_arrivals
 from pdserve.bench.cluster import running_cluster
 from pdserve.bench.load import Job, Target, first_model, run_jobs, uniform_jobs
-from pdserve.bench.plan.battery import Battery, quiet_seed
-from pdserve.bench.plan.profiling import asking, longest_request, measure, sized
+from pdserve.bench.plan.profiling import Battery, asking, longest_request, measure, quiet_seed, sized
 from pdserve.bench.report import Report, this_machine
 from pdserve.bench.streamed_answer import Stream, summarise
 from pdserve.config.bench import PlanProfileConfig, ProfilingConfig

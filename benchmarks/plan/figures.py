@@ -18,8 +18,8 @@ from benchmarks.bootstrap import HIGH, LOW, interval
 from pdserve.bench.report import Better, Figure, Row, Unit, measured
 from pdserve.bench.streamed_answer import Stream, summarise
 from pdserve.plan.cluster import Lived
-from pdserve.plan.prediction import not_exceeded, spread_gaps
 from pdserve.plan.profile import NodeSpeed
+from pdserve.plan.sizing import not_exceeded, spread_gaps
 
 SYSTEM, RATE = "system", "rate %"
 BESIDE = "predicted and measured"

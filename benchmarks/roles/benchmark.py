@@ -26,14 +26,14 @@ from benchmarks.roles.paced_node import paced_node_command
 from benchmarks.settings import BenchRolesConfig, RolesBenchConfig
 from benchmarks.workload import Arrival, run_arrivals
 from pdserve.bench.cluster import OWN_SETTINGS, Program, read_metrics, running, total, until_known
-from pdserve.bench.engine.random_model import Shape, write_random_model
+from pdserve.bench.engine.subject import Shape, write_random_model
 from pdserve.bench.load import Target, first_model, uniform_jobs
 from pdserve.bench.report import Better, Figure, Report, Row, Unit, measured, this_machine
 from pdserve.bench.streamed_answer import AnswerTargets, Stream, distribution
 from pdserve.config import RoleChoice
 from pdserve.errors import BenchError, ConfigError
 from pdserve.models.checkpoint.cached_tokenizer import gguf_tokenizer
-from pdserve.models.checkpoint.demo import packaged_gguf
+from pdserve.models.checkpoint.model_files import packaged_gguf
 from pdserve.process import pdserve_command
 from pdserve.settings import to_environ
 from pdserve.wire.discovery import Role

@@ -14,7 +14,7 @@ from collections.abc import MutableMapping, Sequence
 from benchmarks.programs import study_program
 from pdserve.api.node.server import serve
 from pdserve.config import NodeConfig
-from pdserve.models.checkpoint.demo import resolve_model, served_model_name
+from pdserve.models.checkpoint.model_files import resolve_model, served_model_name
 from pdserve.process import die_with_parent
 from pdserve.settings import cache_folder, load, resolve_secret, state_folder
 from pdserve.wire.discovery import Role

@@ -22,7 +22,7 @@ from lab.compat.program_runs import PROGRAMS_IN_PYTHON, Program, Target, run_ai_
 from lab.compat.results import Check, Outcome, ToolResult, details, table
 from lab.compat.sglang_tests.run import run_sglang_tests
 from lab.compat.vllm_tests.run import run_vllm_tests
-from pdserve.models.checkpoint.demo import DEMO_NAME
+from pdserve.models.checkpoint.model_files import DEMO_NAME
 from pdserve.settings import cache_folder
 from tests.demo_folder import demo_folder
 from tests.processes import clean_environ

@@ -1,5 +1,5 @@
 """The form of every benchmark's result, with the machine that it comes from: as JSON, and as text with a table for each
-thing measured.
+thing measured. The command line prints it, and writes it where ``--json`` says.
 
 ``changes`` compares two reports of one benchmark, by their ratios alone: they hold on any machine.
 """
@@ -7,10 +7,12 @@ thing measured.
 from __future__ import annotations
 
 import enum
+import importlib
 import math
 import os
 import platform
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -18,7 +20,7 @@ from pathlib import Path
 
 import msgspec
 
-from pdserve.errors import BenchError
+from pdserve.errors import BenchError, ConfigError
 
 _CPU_INFO = Path("/proc/cpuinfo")
 
@@ -256,3 +258,40 @@ def _change(row: Row, old: Figure, new: Figure | None, tolerance: float) -> Chan
 
 def _key(row: Row) -> tuple[str, tuple[tuple[str, int | str], ...]]:
     return row.what, tuple(row.at.items())
+
+
+_STANDARD_OUTPUT = "-"
+
+
+def check_folder(flag: str, file: str) -> None:
+    """Raises ConfigError if the folder of the file that ``flag`` names is not there; ``file`` is empty without one."""
+    if file and file != _STANDARD_OUTPUT and not Path(file).parent.is_dir():
+        raise ConfigError(f"{flag}: there is no folder {str(Path(file).parent)!r}")
+
+
+def plotter(module: str) -> Callable[[Report, Path], None]:
+    """Returns ``write_plot`` of ``module``. It is called before the measurement, which takes minutes."""
+    try:
+        write_plot: Callable[[Report, Path], None] = importlib.import_module(module).write_plot
+    except ImportError as exc:
+        raise ConfigError(
+            "--plot takes matplotlib, which pdserve's extra 'bench' brings: pip install matplotlib"
+        ) from exc
+    return write_plot
+
+
+def publish(text: str, json: bytes, json_file: str) -> None:
+    """Prints ``text``, and writes ``json`` to ``json_file`` unless that is empty. Raises ConfigError if it cannot.
+
+    Where ``json_file`` is ``-``, standard output gets the JSON alone, and standard error the text.
+    """
+    if json_file == _STANDARD_OUTPUT:
+        print(text, file=sys.stderr)
+        print(json.decode(), end="")
+        return
+    print(text)
+    if json_file:
+        try:
+            Path(json_file).write_bytes(json)
+        except OSError as exc:
+            raise ConfigError(f"--json: cannot write {json_file}: {exc.strerror}") from exc

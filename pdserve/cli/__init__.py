@@ -1,3 +1,3 @@
-"""The command line, with one module for each subcommand. ``main`` finds the subcommand, ``node`` serves the three
-roles, and ``up`` starts a ``local_cluster`` and asks it a question.
+"""The command line. ``main`` finds the module of a subcommand: ``servers`` serves a proxy or a node, and ``up`` a whole
+cluster on this machine.
 """

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pdserve.cli.report_output import check_folder, publish
+from pdserve.bench.report import check_folder, publish
 from pdserve.config.bench import BenchCompareConfig, BenchEngineConfig, BenchLoadConfig, BenchTransferConfig
 from pdserve.errors import ConfigError
 from pdserve.process import pin_to_cores

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from pdserve.cli.report_output import check_folder, publish
+from pdserve.bench.report import check_folder, publish
 from pdserve.config import DoctorConfig
 from pdserve.doctor.finding import Finding, Verdict
 from pdserve.errors import ConfigError

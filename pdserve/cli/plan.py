@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pdserve.cli.report_output import check_folder, plotter, publish
+from pdserve.bench.report import check_folder, plotter, publish
 from pdserve.config import PlanConfig, PredictionConfig
 from pdserve.config.bench import PlanMemoryConfig, PlanProfileConfig
 from pdserve.errors import BenchError, ConfigError, PlanError
@@ -25,8 +25,8 @@ from pdserve.settings import load, to_environ, with_current_names
 if TYPE_CHECKING:
     from pdserve.plan.cluster import ClusterShape
     from pdserve.plan.load import ObservedLoad, PlannedRequest
-    from pdserve.plan.prediction import Prediction
     from pdserve.plan.profile import Profile
+    from pdserve.plan.sizing import Prediction
 
 PROFILE, MEMORY = "profile", "memory"
 _MOST_REQUESTS = 1_000_000
@@ -154,8 +154,15 @@ class _Forecast:
 
 def _forecast(config: PlanConfig, profile: Profile, requests: Sequence[PlannedRequest]) -> _Forecast:
     from pdserve.plan.cluster import ClusterShape
-    from pdserve.plan.prediction import PlanTargets, predict, predict_if_good
-    from pdserve.plan.sizing import Sizing, check_itl, checked_sizing, least_nodes
+    from pdserve.plan.sizing import (
+        PlanTargets,
+        Sizing,
+        check_itl,
+        checked_sizing,
+        least_nodes,
+        predict,
+        predict_if_good,
+    )
 
     plan, targets = config.plan, config.targets
     wanted = PlanTargets(targets.target_ttft_ms / 1e3, targets.target_itl_ms / 1e3, plan.percentile)

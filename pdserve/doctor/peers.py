@@ -18,8 +18,8 @@ from pdserve.doctor.finding import Finding, ok, problem, warning
 from pdserve.errors import HandshakeRefused, TransferError
 from pdserve.models.backend import choose_device
 from pdserve.models.checkpoint.config_reading import read_decoder_config
-from pdserve.models.checkpoint.demo import resolve_model
 from pdserve.models.checkpoint.fingerprint import fingerprint
+from pdserve.models.checkpoint.model_files import resolve_model
 from pdserve.models.checkpoint.weights import stays_in_blocks
 from pdserve.models.rank_cache import compared_groups
 from pdserve.wire.transfer import EngineSpec, Examined

@@ -16,8 +16,8 @@ from pdserve.errors import HubError, ModelError
 from pdserve.hub.cache import CachedRepository, cache_of, cached_model, is_complete, repositories, repository_of
 from pdserve.hub.download import DownloadEnded, DownloadFailed, DownloadOrder, Message, shown_progress
 from pdserve.hub.names import HubName, hub_name
-from pdserve.models.checkpoint.demo import DEMO, DEMO_NAME, resolve_model, served_model_name
 from pdserve.models.checkpoint.gguf.file import is_gguf
+from pdserve.models.checkpoint.model_files import DEMO, DEMO_NAME, resolve_model, served_model_name
 from pdserve.printable import printable
 from pdserve.process import ServerProcess, python_program
 

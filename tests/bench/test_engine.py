@@ -16,8 +16,7 @@ from transformers import AutoModelForCausalLM
 from pdserve.bench.engine import benchmark
 from pdserve.bench.engine.lent_core_rows import Neighbour, lent_core_rows
 from pdserve.bench.engine.parts import Product, attention_s, products_of
-from pdserve.bench.engine.random_model import Shape, write_random_model
-from pdserve.bench.engine.subject import Steps, open_subject
+from pdserve.bench.engine.subject import Shape, Steps, open_subject, write_random_model
 from pdserve.bench.report import read_report, to_json
 from pdserve.config import Device, Dtype, ModelConfig, Switch
 from pdserve.config.bench import BenchEngineConfig, EngineBenchConfig

@@ -9,8 +9,15 @@ from pathlib import Path
 import pytest
 
 from pdserve.bench.report import changes, read_report
-from pdserve.bench.transfer.benchmark import Moves, checksum_row, decode_row, return_row
-from pdserve.bench.transfer.steps import MeanStep, ReturnTimes, StepTimes
+from pdserve.bench.transfer.benchmark import (
+    MeanStep,
+    Moves,
+    ReturnTimes,
+    StepTimes,
+    checksum_row,
+    decode_row,
+    return_row,
+)
 from pdserve.bench.transfer.yardsticks import nixl_rates
 from pdserve.cli.bench import two_cores
 from pdserve.cli.main import main

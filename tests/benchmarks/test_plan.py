@@ -24,8 +24,7 @@ from benchmarks.plan.figures import (
     verdict,
 )
 from benchmarks.settings import BenchPlanConfig
-from pdserve.bench.plan.battery import batches_within, beside_within, steps_of
-from pdserve.bench.plan.profiling import cache_geometry, check_cache, sized
+from pdserve.bench.plan.profiling import batches_within, beside_within, cache_geometry, check_cache, sized, steps_of
 from pdserve.bench.report import Figure, Row, Unit, read_report, this_machine
 from pdserve.bench.streamed_answer import Stream
 from pdserve.config import CacheConfig

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pdserve.errors import ModelError
-from pdserve.models.checkpoint.demo import packaged_gguf, resolve_model, served_model_name
+from pdserve.models.checkpoint.model_files import packaged_gguf, resolve_model, served_model_name
 
 
 def test_the_demo_model_is_the_file_of_its_package() -> None:

@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 from gguf import GGUFWriter
 
-from pdserve.models.checkpoint.demo import packaged_gguf
 from pdserve.models.checkpoint.gguf.file import read_gguf
+from pdserve.models.checkpoint.model_files import packaged_gguf
 from tests.cluster.nodes import MODEL, Cluster, Node, cluster, http, start_node
 from tests.eventually import eventually
 from tests.faults.test_node_death import engine_pid, kill

@@ -17,7 +17,7 @@ import pytest
 
 from pdserve.cli.main import SUBCOMMANDS
 from pdserve.compiled_library import COMPILER, libraries_ahead
-from pdserve.models.checkpoint.demo import INSTALL
+from pdserve.models.checkpoint.model_files import INSTALL
 from pdserve_kernels.cpu.library import CPU_KERNELS
 
 ROOT = Path(__file__).parents[2]

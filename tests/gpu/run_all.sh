@@ -88,7 +88,7 @@ trap 'rm -rf "$model"' EXIT
 "$PYTHON" - "$model" <<'MODEL'
 import sys
 from pathlib import Path
-from pdserve.bench.engine.random_model import Shape, write_random_model
+from pdserve.bench.engine.subject import Shape, write_random_model
 write_random_model(Shape(576, 1536, 30, 9, 3, 64, 49_152), Path(sys.argv[1]))
 MODEL
 # Buffers of 4 GiB, so that what it takes to start a copy does not count.

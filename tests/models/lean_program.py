@@ -57,7 +57,7 @@ def answer(case: Case, cache: Path) -> list[int]:
 def special_tokens() -> dict[str, str]:
     """Returns some of a tokenizer that transformers makes of a GGUF file, as it does for an engine's first grammar."""
     from pdserve.models.checkpoint.cached_tokenizer import read_tokenizer
-    from pdserve.models.checkpoint.demo import resolve_model
+    from pdserve.models.checkpoint.model_files import resolve_model
 
     return read_tokenizer(resolve_model("demo")).special_tokens
 

@@ -17,7 +17,7 @@ from pdserve.api.requests.tokenizer import load_tokenizer
 from pdserve.errors import ModelError
 from pdserve.models.checkpoint import cached_tokenizer
 from pdserve.models.checkpoint.cached_tokenizer import CachedTokenizer, read_tokenizer
-from pdserve.models.checkpoint.demo import packaged_gguf
+from pdserve.models.checkpoint.model_files import packaged_gguf
 from tests.machine.test_file_system import give_away
 
 TEXTS = ["Hello", "  The  capital, isn't it? 12345\n\n\tété 漢字 🙂", "<|im_start|>user\nhi<|im_end|>", ""]

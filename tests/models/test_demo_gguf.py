@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from pdserve.config import Dtype
 from pdserve.models.checkpoint.cached_tokenizer import gguf_tokenizer
 from pdserve.models.checkpoint.config_reading import read_decoder_config
-from pdserve.models.checkpoint.demo import packaged_gguf
+from pdserve.models.checkpoint.model_files import packaged_gguf
 from pdserve.models.checkpoint.safetensors.files import SafetensorsFiles
 from pdserve.models.checkpoint.weights import Checkpoint
 from pdserve.models.runner import ModelRunner, StepRow

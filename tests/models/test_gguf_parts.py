@@ -10,10 +10,10 @@ import torch
 from pdserve.config import CpuKernels, Dtype, ModelConfig, Weights
 from pdserve.errors import ModelError
 from pdserve.models.checkpoint.config_reading import read_family_config
-from pdserve.models.checkpoint.demo import resolve_model, served_model_name
 from pdserve.models.checkpoint.fingerprint import fingerprint
 from pdserve.models.checkpoint.gguf.file import read_gguf
 from pdserve.models.checkpoint.gguf.tensors import GgufTensors
+from pdserve.models.checkpoint.model_files import resolve_model, served_model_name
 from pdserve.models.checkpoint.weight_form import parameters, weight_bytes
 from pdserve.models.checkpoint.weights import ALL, stays_in_blocks
 from tests.tiny_gguf import save_tiny_gguf

@@ -16,10 +16,10 @@ from safetensors.torch import load_file
 from pdserve.errors import ModelError
 from pdserve.models.backend import CPU
 from pdserve.models.checkpoint.config_reading import read_family_config
-from pdserve.models.checkpoint.demo import resolve_model, served_model_name
 from pdserve.models.checkpoint.fingerprint import fingerprint
 from pdserve.models.checkpoint.gguf.file import read_gguf
 from pdserve.models.checkpoint.gguf.tensors import GgufTensors
+from pdserve.models.checkpoint.model_files import resolve_model, served_model_name
 from pdserve.models.checkpoint.weights import ALL, Checkpoint
 from pdserve.models.parts.rotary import rotary_table
 from pdserve.models.recipe import LinearScaling

@@ -13,7 +13,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from pdserve.api.requests.tokenizer import load_tokenizer
 from pdserve.errors import ModelError
 from pdserve.models.checkpoint.cached_tokenizer import gguf_tokenizer
-from pdserve.models.checkpoint.demo import packaged_gguf
+from pdserve.models.checkpoint.model_files import packaged_gguf
 from tests.tiny_gguf import save_tiny_gguf
 from tests.tiny_models import save_tiny_model
 

@@ -23,8 +23,8 @@ from pdserve.engine.placement import latency_targets
 from pdserve.plan.cluster import ClusterShape, Lived, TokenGaps, _Simulation, live
 from pdserve.plan.load import Answer, Lengths, PlannedRequest, poisson_load, read_lengths
 from pdserve.plan.node import PendingPrompt
-from pdserve.plan.prediction import PlanTargets, gap_quantiles
 from pdserve.plan.profile import Profile, read_profile
+from pdserve.plan.sizing import PlanTargets, gap_quantiles
 
 _PROFILES = Path(__file__).parents[2] / "docs" / "benchmarks" / "goodput"
 PROFILE = _PROFILES / "profile.json"

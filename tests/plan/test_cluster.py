@@ -17,8 +17,8 @@ from pdserve.errors import PlanError
 from pdserve.plan.cluster import ClusterShape, Lived, TokenGaps, live
 from pdserve.plan.load import Lengths, PlannedRequest, poisson_load, read_lengths
 from pdserve.plan.node import NodeStep, SimulatedNode
-from pdserve.plan.prediction import PlanTargets, gap_quantiles, predict
 from pdserve.plan.profile import Profile
+from pdserve.plan.sizing import PlanTargets, gap_quantiles, predict
 from pdserve.wire.discovery import Role
 from tests.examples import examples
 from tests.plan.profiles import CACHE, PARTS, profile_of

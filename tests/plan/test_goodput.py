@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from pdserve.plan.prediction import PlanTargets
 from pdserve.plan.profile import read_profile
+from pdserve.plan.sizing import PlanTargets
 from tests.plan.serving import AVX2_PROFILE, PROFILE, Served, at_rate, read_shape, to_clients
 
 MACHINE, SLOW_MACHINE = read_profile(PROFILE), read_profile(AVX2_PROFILE)

@@ -16,8 +16,17 @@ from pdserve.errors import PlanError
 from pdserve.plan.cluster import ClusterShape
 from pdserve.plan.load import PlannedRequest, poisson_load, read_lengths
 from pdserve.plan.node import PendingPrompt, SimulatedNode
-from pdserve.plan.prediction import PlanTargets, Prediction, predict, predict_if_good
-from pdserve.plan.sizing import Sizing, check_itl, checked_sizing, least_nodes, neighbours
+from pdserve.plan.sizing import (
+    PlanTargets,
+    Prediction,
+    Sizing,
+    check_itl,
+    checked_sizing,
+    least_nodes,
+    neighbours,
+    predict,
+    predict_if_good,
+)
 from tests.examples import examples
 from tests.plan.profiles import profile_of
 

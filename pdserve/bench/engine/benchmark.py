@@ -27,15 +27,13 @@ from pdserve.bench.engine.parts import (
     sampling_s,
     seconds_of,
 )
-from pdserve.bench.engine.random_model import LLAMA_8B, Shape, write_random_model
-from pdserve.bench.engine.subject import Steps, Subject, open_subject
+from pdserve.bench.engine.subject import LLAMA_8B, Shape, Steps, Subject, open_subject, write_random_model
 from pdserve.bench.report import Better, Figure, Report, Row, Unit, chip_name, this_machine
 from pdserve.config import Switch
 from pdserve.config.bench import BenchEngineConfig
 from pdserve.grammars.compiling import load_vocabulary
-from pdserve.models.checkpoint.demo import served_model_name
 from pdserve.models.checkpoint.gguf.file import is_gguf
-from pdserve.models.checkpoint.model_files import TOKENIZERS
+from pdserve.models.checkpoint.model_files import TOKENIZERS, served_model_name
 from pdserve.models.rank_cache import TORCH_DTYPES
 from pdserve.settings import to_environ
 from pdserve.wire.sampling_params import Grammar, GrammarKind, SamplingParams

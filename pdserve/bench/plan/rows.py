@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pdserve.bench.report import Better, Figure, Row, Unit
 from pdserve.plan.cluster import ClusterShape
 from pdserve.plan.memory import CacheNeed, GroupNeed
-from pdserve.plan.prediction import Prediction
+from pdserve.plan.sizing import Prediction
 from pdserve.wire.cache_groups import Keep
 
 CLUSTER, VERDICT = "cluster", "verdict"

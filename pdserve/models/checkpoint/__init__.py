@@ -1,7 +1,7 @@
 """Reads a model folder or a GGUF file.
 
-``demo`` finds the folder or file, and ``model_files`` says which files of a folder are the model's. ``config_reading``
-reads the model's ``decoder_config``: by the settings of a family that has a recipe, from the header of a ``gguf`` file,
+``model_files`` finds the folder or file, and says which files of a folder are the model's. ``config_reading`` reads the
+model's ``decoder_config``: by the settings of a family that has a recipe, from the header of a ``gguf`` file,
 or as a ``fallback_config``, for which it asks transformers. ``weights`` reads the tensors: those of folders through
 ``safetensors``, others through ``gguf``, both from a ``mapped_file``. ``weight_form`` says how large they are, and
 ``weight_file`` shares packed ones. ``fingerprint`` says which models are the same. ``cached_tokenizer`` and others find
