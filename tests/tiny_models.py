@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -121,6 +122,11 @@ FALLBACK: dict[str, PretrainedConfig] = {
     ),
 }
 """A dense model, one with experts, and one with windows. None has a recipe: transformers computes them."""
+
+
+def random_prompt(length: int, seed: int | str = 0) -> list[int]:
+    """Returns token ids of these models' vocabulary, always the same ones, none of which is special."""
+    return random.Random(seed).choices(range(3, VOCAB_SIZE), k=length)
 
 
 def save_tiny_chat_model(tokenizer: Path, folder: Path, family: str = "llama", /, **shape: int) -> Path:

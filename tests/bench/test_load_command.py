@@ -7,7 +7,6 @@ import json
 import os
 import pty
 import re
-import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -18,6 +17,7 @@ from typing import Any
 import pytest
 
 from pdserve.bench.report import Report, Row, read_report
+from pdserve.process import free_port
 from tests.bench.openai_server import OpenAiServer
 from tests.cli.in_process import call
 from tests.processes import clean_environ, pdserve
@@ -135,13 +135,6 @@ async def test_failed_requests_are_counted_by_reason_and_the_turns_after_them_ar
     assert (reason.at["reason"], reason.figure("failed").value) == ("status 503", 1)
     assert "1 turns were not sent" in output
     assert "4 of 6 answered, 1 failed" in output
-
-
-def free_port() -> int:
-    with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))
-        port: int = unused.getsockname()[1]
-        return port
 
 
 def test_a_dead_port_is_one_sentence() -> None:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 
 import pytest
 
 from tests.cluster.nodes import served
-from tests.tiny_models import FALLBACK, VOCAB_SIZE, Reference, save_tiny_chat_model
+from tests.tiny_models import FALLBACK, Reference, random_prompt, save_tiny_chat_model
 
 NEW_TOKENS = 8
-PROMPTS = [random.Random(length).choices(range(3, VOCAB_SIZE), k=length) for length in (5, 37, 100)]
+PROMPTS = [random_prompt(length, seed=length) for length in (5, 37, 100)]
 SETTINGS = {"kv_cache_mib": 8, "max_num_batched_tokens": 32, "max_num_seqs": 8}
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import signal
 import urllib.request
 from contextlib import ExitStack
@@ -24,10 +23,10 @@ from tests.eventually import eventually
 from tests.faults.test_node_death import engine_pid, kill
 from tests.models.converted_gguf import save_converted
 from tests.models.tiny_families import save_tiny_chat_family
-from tests.tiny_models import VOCAB_SIZE, Reference
+from tests.tiny_models import Reference, random_prompt
 
 FEW, MANY = 8, 400
-PROMPTS = [random.Random(length).choices(range(3, VOCAB_SIZE), k=length) for length in (5, 37, 100)]
+PROMPTS = [random_prompt(length, seed=length) for length in (5, 37, 100)]
 FLAGS = ("--dtype", "fp32", "--kv-cache-mib", "8", "--max-num-batched-tokens", "32", "--max-num-seqs", "8")
 CASES = (
     "deepseek-v3",

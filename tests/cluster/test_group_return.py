@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import signal
 import urllib.request
 from collections.abc import Iterator
@@ -24,16 +23,12 @@ from tests.cluster.test_role_switch import Clients, command, roles, under_load
 from tests.eventually import eventually
 from tests.faults.test_node_death import engine_pid, kill
 from tests.models.tiny_families import save_tiny_chat_family
-from tests.tiny_models import VOCAB_SIZE
+from tests.tiny_models import random_prompt
 
 FLAGS = ("--dtype", "fp32", "--kv-cache-mib", "64")
 FEW, MANY = 100, 400
 """A node is lost after the few tokens of an answer, of which the prefill node has the first ones by then."""
 STREAMS = 12
-
-
-def random_tokens(length: int, seed: int) -> list[int]:
-    return random.Random(seed).choices(range(3, VOCAB_SIZE), k=length)
 
 
 class Stream:
@@ -77,12 +72,12 @@ class Stream:
 
 def next_turns_are_the_same(running: Cluster) -> None:
     (prefill,) = running.prefill
-    first = random_tokens(40, 1)
+    first = random_prompt(40, 1)
     answer = running.complete(first, 100, ignore_eos=True)
     eventually(lambda: prefill.metric("kv_blocks_returned_total"), "blocks of the answer are at the prefill node")
     running.until_idle()
     found = prefill.metric("prefix_cache_hits_total")
-    turn = [*first, *answer, *random_tokens(40, 2)]
+    turn = [*first, *answer, *random_prompt(40, 2)]
     found_there = [running.complete(turn, 20, ignore_eos=True) for _ in range(2)]
     assert prefill.metric("prefix_cache_hits_total") - found > len(first)
     assert found_there == [running.complete(turn, 20, ignore_eos=True, cache_salt="another")] * 2
@@ -102,7 +97,7 @@ def nodes_change_their_roles(running: Cluster) -> None:
 
 
 def a_lost_node_is_missed_by_nobody(running: Cluster) -> None:
-    prompt = random_tokens(50, 5)
+    prompt = random_prompt(50, 5)
     whole = running.complete(prompt, MANY, ignore_eos=True, cache_salt="unbroken")
     stream = Stream(running, "broken", prompt)
     stream.read(FEW)
@@ -123,7 +118,7 @@ def state_of(running: Cluster, node: Node) -> str:
 def a_node_that_drains_passes_its_answer_on(running: Cluster) -> None:
     """The prefill node decodes, too, as the other one is the last that does."""
     assert command(running, "role", "prefill-0", "mixed") == 0
-    prompt = random_tokens(50, 6)
+    prompt = random_prompt(50, 6)
     whole = running.complete(prompt, MANY, ignore_eos=True, cache_salt="unbroken")
     stream = Stream(running, "passed", prompt)
     stream.read(FEW)
@@ -165,7 +160,7 @@ def test_answers_with_states_that_find_no_blocks_go_on_later_as_they_were(demo_m
         model, *FLAGS[:2], "--kv-cache-mib", "1", "--max-num-seqs", "16", prefill=0, decode=0, mixed=1
     ) as made:
         (node,) = made.nodes
-        prompts = [random_tokens(40, 100 + number) for number in range(STREAMS)]
+        prompts = [random_prompt(40, 100 + number) for number in range(STREAMS)]
         alone = [made.complete(prompt, MANY, ignore_eos=True) for prompt in prompts]
         with ThreadPoolExecutor(STREAMS) as pool:
             salted = [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import pytest
 
 from pdserve_kvtransfer.events import FailureKind
 from tests.cluster.nodes import cluster
-from tests.tiny_models import VOCAB_SIZE, Reference, save_tiny_chat_model
+from tests.tiny_models import Reference, random_prompt, save_tiny_chat_model
 
 NEW_TOKENS = 6
 ROUNDS = 16
@@ -35,7 +34,7 @@ FLAGS = (
 
 
 def prompt(length: int, number: int = 0) -> list[int]:
-    return random.Random(f"{length} {number}").choices(range(3, VOCAB_SIZE), k=length)
+    return random_prompt(length, seed=f"{length} {number}")
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -14,11 +13,11 @@ from pdserve_kvtransfer.pieces import head_map
 from tests.cluster.nodes import Cluster, Node, http, start_node
 from tests.eventually import eventually
 from tests.processes import Process, end_together, pdserve
-from tests.tiny_models import VOCAB_SIZE, Reference, save_tiny_chat_model
+from tests.tiny_models import Reference, random_prompt, save_tiny_chat_model
 
 HEADS, KV_HEADS = 4, 2
 NEW_TOKENS = 8
-PROMPTS = [random.Random(length).choices(range(3, VOCAB_SIZE), k=length) for length in (37, 48, 100)]
+PROMPTS = [random_prompt(length, seed=length) for length in (37, 48, 100)]
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -53,7 +52,7 @@ from tests.engine.placements import make_placement
 from tests.eventually import eventually
 from tests.models.tiny_families import save_tiny
 from tests.terms import PREPARE, made_terms
-from tests.tiny_models import VOCAB_SIZE, save_tiny_model
+from tests.tiny_models import VOCAB_SIZE, random_prompt, save_tiny_model
 from tests.tiny_vocabulary import tiny_vocabulary
 
 BLOCK_SIZE = 4
@@ -299,7 +298,7 @@ def overlap(request: pytest.FixtureRequest) -> bool:
 
 
 def prompt(length: int) -> list[int]:
-    return random.Random(length).choices(range(3, VOCAB_SIZE), k=length)
+    return random_prompt(length, seed=length)
 
 
 @pytest.mark.parametrize("length", [1, 3, 4, 5, 16, 17, 30])

@@ -19,7 +19,7 @@ from pdserve_kernels.kv_layout import KvLayout
 from pdserve_kernels.triton.cache_ops import gather_blocks, scatter_blocks
 from pdserve_kernels.triton.triton_kernels import TritonKernels
 from tests.models.grouped_runner import GroupedRunner
-from tests.tiny_models import VOCAB_SIZE, save_tiny_model
+from tests.tiny_models import random_prompt, save_tiny_model
 
 CUDA = torch.device("cuda", 0)
 LAYOUT = KvLayout(kv_heads=8, num_layers=2, block_size=16, head_dim=128, dtype=torch.bfloat16)
@@ -115,7 +115,7 @@ def test_captured_decode_steps_give_the_tokens_of_steps_launched_one_by_one(tmp_
         runner = GroupedRunner(folder, config, Dtype.FP32, 4, 256, 128, kernels, device=CUDA)
         if captured:
             runner.capture_decode(kernels, 8, CudaGraphs())
-        prompts = [random.Random(i).choices(range(3, VOCAB_SIZE), k=5 + 7 * i) for i in range(6)]
+        prompts = [random_prompt(5 + 7 * i, seed=i) for i in range(6)]
         tables = [list(range(32 * i, 32 * i + 32)) for i in range(6)]
         logits = runner.run([StepRow(prompt, 0, table, True) for prompt, table in zip(prompts, tables, strict=True)])
         for _ in range(40):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from tests.eventually import eventually
 from tests.faults.test_node_death import engine_pid
 from tests.hosts.namespaces import Host, Network
 from tests.processes import Process, pdserve
-from tests.tiny_models import VOCAB_SIZE, save_tiny_chat_model
+from tests.tiny_models import random_prompt, save_tiny_chat_model
 
 NEW_TOKENS = 8
 PROMPT_TOKENS = 900
@@ -37,7 +36,7 @@ def tiny_model(demo_model: Path, folder: Path) -> Path:
 
 
 def prompt(seed: int, length: int = PROMPT_TOKENS) -> list[int]:
-    return random.Random(seed).choices(range(3, VOCAB_SIZE), k=length)
+    return random_prompt(length, seed)
 
 
 @dataclass

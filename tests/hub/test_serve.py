@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import socket
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from pdserve.process import free_port
 from tests.hub.fake_hub import FakeHub
 from tests.processes import pdserve
 
@@ -39,12 +39,6 @@ def ask(url: str, model: str) -> tuple[int, Any]:
     except urllib.error.HTTPError as error:
         with error:
             return error.code, json.load(error)
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
 
 
 def test_serve_fetches_once_and_serves_under_the_name_as_given(hub: FakeHub, tmp_path: Path) -> None:

@@ -19,7 +19,14 @@ from pdserve_kernels.contract import ExpertsForm, ExpertWeights
 from pdserve_kernels.cpu.compiled_kernels import CompiledKernels, CompiledLinear
 from pdserve_kernels.cpu.torch_kernels import TorchKernels
 from tests.models.grouped_runner import GroupedRunner
-from tests.tiny_models import FAMILIES, VOCAB_SIZE, reference_last_logits, reference_logits, save_tiny_model
+from tests.tiny_models import (
+    FAMILIES,
+    VOCAB_SIZE,
+    random_prompt,
+    reference_last_logits,
+    reference_logits,
+    save_tiny_model,
+)
 
 BLOCK_SIZE = 4
 
@@ -42,10 +49,6 @@ def make_runner(request: pytest.FixtureRequest) -> MakeRunner:
 @pytest.fixture(scope="module", params=sorted(FAMILIES))
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_model(request.param, tmp_path_factory.mktemp(request.param))
-
-
-def random_prompt(length: int, seed: int = 0) -> list[int]:
-    return random.Random(seed).choices(range(3, VOCAB_SIZE), k=length)
 
 
 PROMPT = random_prompt(37)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,13 +17,13 @@ from pdserve.errors import ModelError
 from pdserve.models.tp.shares import TpGroup, kv_share, share, vocab_part, vocab_share
 from tests.models.rank_program import Case, Result
 from tests.processes import lean_torch_command
-from tests.tiny_models import VOCAB_SIZE, Reference, save_tiny_model
+from tests.tiny_models import Reference, random_prompt, save_tiny_model
 
 pytestmark = pytest.mark.integration
 
 FAMILIES = ("llama", "qwen2", "qwen3", "llama-scaled", "gemma3", "qwen3-moe", "mistral-window")
 NEW_TOKENS = 6
-PROMPTS = [random.Random(length).choices(range(3, VOCAB_SIZE), k=length) for length in (6, 17, 40)]
+PROMPTS = [random_prompt(length, seed=length) for length in (6, 17, 40)]
 
 
 @dataclass(frozen=True)
