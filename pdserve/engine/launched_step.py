@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
-from itertools import islice
+from itertools import accumulate, islice
 from typing import Protocol
 
 import torch
@@ -151,17 +151,13 @@ def launch(runner: StepRunner, plan: BatchPlan, eos_token_ids: Set[int], on_devi
     steps = [row for work, requests in zip(plan.work, sampled, strict=True) for row in step_rows(work, bool(requests))]
     scores = _pending_scores(plan)
     computed = runner.run(steps) if scores is None else runner.run(steps, score=scores.add)
+    # Children are sampled from the same logits as their parent. Those after drafts follow.
+    counts = [1 + len(work.drafts) if requests else 0 for work, requests in zip(plan.work, sampled, strict=True)]
+    places = list(accumulate(counts, initial=0))
     rows = [SamplingRow.of(request) for requests in sampled for request in requests]
-    sources, num_logits = list[int](), 0
-    drafted: dict[Request, int] = {}
-    for work, requests in zip(plan.work, sampled, strict=True):
-        if requests:
-            # Children are sampled from the same logits as their parent.
-            sources += [num_logits] * len(requests)
-            if work.drafts:
-                drafted[work.request] = num_logits + 1
-            num_logits += 1 + len(work.drafts)
+    sources = [place for place, requests in zip(places, sampled, strict=False) for _ in requests]
     num_sampled = len(rows)
+    drafted = {work.request: place + 1 for work, place in zip(plan.work, places, strict=False) if work.drafts}
     for work in plan.work:
         if work.drafts and not looks_back(work.request):
             rows += [SamplingRow.after_unknown(work.request, number) for number in range(1, len(work.drafts) + 1)]

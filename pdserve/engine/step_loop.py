@@ -112,12 +112,14 @@ class StepWatch:
         # Chunks come last, and are few. To add up the contexts of all requests would cost more than this is worth.
         chunks = list(takewhile(lambda work: work.is_chunk, reversed(plan.work)))
         tokens = sum(work.num_tokens for work in chunks)
-        kind = (len(plan.work).bit_length(), tokens.bit_length())
+        rows = len(plan.work) + sum(len(work.drafts) for work in plan.work)
+        kind = (rows.bit_length(), tokens.bit_length())
         least_s = 0.0 if kind in self._kinds else FIRST_STEP_S
         self._kinds.add(kind)
         before = max((work.request.num_computed_tokens for work in chunks), default=0)
         cost = self._step_cost
-        return max(least_s, LONGER * (cost.decode_step_s + cost.prompt_s(tokens, before))) + self._ranks_s
+        decoding_s = cost.decode_step_s * rows / max(1, len(plan.work))
+        return max(least_s, LONGER * (decoding_s + cost.prompt_s(tokens, before))) + self._ranks_s
 
     def count(self, plan: BatchPlan) -> None:
         """Counts the tokens of a step."""
@@ -425,6 +427,7 @@ class StepLoop:
         rows = known_rows(step, set(wanting))
         if not rows:
             return
+        self._life.show(self._watch.expected_s(step.plan))
         drafts = drafter.draft([row for _, row in rows], count)
         for (request, _), drafted in zip([each for each in rows if each[1].wanted], drafts, strict=True):
             speculation.put(request, drafted)

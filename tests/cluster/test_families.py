@@ -22,7 +22,8 @@ from tests.cluster.nodes import MODEL, Cluster, Node, cluster, http, start_node
 from tests.eventually import eventually
 from tests.faults.test_node_death import engine_pid, kill
 from tests.models.converted_gguf import save_converted
-from tests.models.tiny_families import save_tiny_chat_family
+from tests.models.tiny_drafting import save_tiny_drafting
+from tests.models.tiny_families import add_chat_tokenizer, save_tiny
 from tests.tiny_models import Reference, random_prompt
 
 FEW, MANY = 8, 400
@@ -51,6 +52,8 @@ chunks; layers with other heads, or with the keys and values of earlier ones; si
 beside it and alone; layers of one part."""
 
 
+DRAFTS = "drafts"
+"""With this behind its name, a case has a layer that drafts tokens, whose keys and values move with the others."""
 FILES = {"qwen3-5": "qwen35"}
 """The cases that are served from a GGUF file, and its architecture: value heads are in another order there."""
 
@@ -95,12 +98,16 @@ class Stream:
 
 
 @pytest.mark.parametrize(
-    "case", [CASES[0], *(pytest.param(case, marks=pytest.mark.nightly) for case in (*CASES[1:], *FILES))]
+    "case",
+    [f"{CASES[0]} {DRAFTS}"]
+    + [pytest.param(case, marks=pytest.mark.nightly) for case in (*CASES, f"qwen3-next {DRAFTS}", *FILES)],
 )
 def test_unlike_ranks_and_a_lost_node_give_the_tokens_of_transformers(
     demo_model: Path, tmp_path: Path, case: str
 ) -> None:
-    model = save_tiny_chat_family(demo_model, case, tmp_path)
+    family, _, drafts = case.partition(" ")
+    save = save_tiny_drafting if drafts else save_tiny
+    model = add_chat_tokenizer(demo_model, save(family, tmp_path))
     reference = Reference(model, MANY)
     wanted = [reference.answer(prompt) for prompt in PROMPTS]
     if case in FILES:
@@ -134,3 +141,4 @@ def test_unlike_ranks_and_a_lost_node_give_the_tokens_of_transformers(
         assert stream.read(MANY) == wanted[1]
         assert " resumed from=" in running.proxy.output
         eventually(lambda: other.idle, "the node that is left is idle")
+        assert not drafts or other.metric("spec_decode_num_draft_tokens_total") > 0

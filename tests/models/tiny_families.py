@@ -310,7 +310,11 @@ def save_tiny(case: str, folder: Path, **changes: object) -> Path:
 
 def save_tiny_chat_family(tokenizer: Path, case: str, folder: Path, **changes: object) -> Path:
     """Saves what ``save_tiny`` does, with the tokenizer and chat template in the folder ``tokenizer``."""
-    save_tiny(case, folder, **changes)
+    return add_chat_tokenizer(tokenizer, save_tiny(case, folder, **changes))
+
+
+def add_chat_tokenizer(tokenizer: Path, folder: Path) -> Path:
+    """Gives a model the tokenizer and chat template in the folder ``tokenizer``."""
     for path in (*tokenizer.glob("*token*.json"), *tokenizer.glob("chat_template*")):
         shutil.copy(path, folder)
     return folder

@@ -90,7 +90,7 @@ class Speculation:
         for each, count in zip(guessed, self._counts(guessed, plan, budget), strict=True):
             work = plan.work[each.place]
             request = work.request
-            if count and self._blocks.reserve(request, len(request.token_ids) + count):
+            if count and self._has_blocks(request, count, len(plan.work)):
                 plan.work[each.place] = replace(work, drafts=tuple(each.tokens[:count]))
                 budget.spend_rows(count, count * len(request.token_ids))
 
@@ -116,7 +116,7 @@ class Speculation:
             count, self._untried = 1, 0
         for request in wanting if count else ():
             # Drafts end where the blocks do.
-            self._blocks.reserve(request, len(request.token_ids) + count)
+            self._has_blocks(request, count, len(requests))
         return (wanting, count) if count else ([], 0)
 
     def put(self, request: Request, drafts: Sequence[int]) -> None:
@@ -157,6 +157,16 @@ class Speculation:
         return count
 
     # ------------------------------------------------------------ drafts of a step
+
+    def _has_blocks(self, request: Request, count: int, running: int) -> bool:
+        """Takes blocks for so many drafts of a request; returns False if it has none for them.
+
+        Where blocks are short, those that are left are for tokens that are certain to come.
+        """
+        needed = len(request.token_ids) + count
+        if self._blocks.free_by_group()[0] < running and needed > len(request.block_table) * self._blocks.block_size:
+            return False
+        return self._blocks.reserve(request, needed)
 
     def _left(self, request: Request) -> int:
         """Returns how many drafts of a request a step may check at most."""
