@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -20,10 +21,12 @@ from pdserve.engine.speculation.speculation import Speculation
 from pdserve.models.checkpoint.config_reading import read_decoder_config
 from pdserve.models.layer_groups import layer_groups
 from pdserve.models.runner import ModelRunner, StepRow
+from pdserve.settings import cache_folder
 from pdserve.wire.engine import EngineStats
 from pdserve.wire.sampling_params import SamplingParams
+from pdserve_kernels.cpu.compiled_kernels import CompiledKernels, CompiledLinear
 from pdserve_kernels.cpu.torch_kernels import TorchKernels
-from tests.engine.test_replay import FEATURES
+from tests.engine.test_replay import FEATURES, make_runner
 from tests.engine.test_step_loop import BLOCK_SIZE, MAX_LEN, Answer, engine, prompt
 from tests.models.tiny_families import save_tiny
 from tests.tiny_models import save_tiny_model
@@ -167,3 +170,20 @@ def test_a_wrong_draft_that_is_not_finite_leaves_nothing_behind(folder: Path, mo
     assert runner.spoiled
     assert runner.cleared
     assert stats.scheduler.preemptions > 0
+
+
+@pytest.mark.parametrize("dtype", [Dtype.FP32, Dtype.BF16])
+def test_with_the_compiled_kernels_the_answers_are_bitwise_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: Dtype
+) -> None:
+    compiled = CompiledKernels(cache_folder(os.environ))
+    if not isinstance(compiled.linear(torch.zeros(32, 32)), CompiledLinear):
+        pytest.skip("this CPU has no AVX2")
+    folder, asked = save_tiny_model("llama", tmp_path), asked_together()
+    runner = make_runner(folder, dtype, compiled)
+    plain, _ = answered(folder, asked, OFF, runner=runner, num_blocks=200)
+    force(monkeypatch, texts(asked, plain), share=0.2)
+    got, stats = answered(folder, asked, ON, runner=runner, num_blocks=200)
+    assert stats.scheduler.accepted_drafts > 100
+    for mine, other in zip(got, plain, strict=True):
+        assert (mine.tokens, mine.logprobs) == (other.tokens, other.logprobs)
