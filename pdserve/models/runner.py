@@ -16,6 +16,9 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
+import msgspec
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from pdserve.config import Dtype
@@ -42,8 +45,7 @@ from pdserve_kernels.cpu.compiled_kernels import CompiledKernels
 from pdserve_kernels.host_copies import Numbers, block_ids, joined, packed, packed_starts, to_device
 
 
-@dataclass(frozen=True, slots=True)
-class StepRow:
+class StepRow(msgspec.Struct, frozen=True):
     """One request's part of a step: its tokens ``start`` to ``start + len(token_ids)`` are computed.
 
     ``block_table`` covers at least all of them. ``wants_logits`` asks for the logits after the last one.
@@ -252,15 +254,20 @@ def padded_parts(
     sources and destinations of each group of states; and the tables, those of the first group last.
     """
     padding = [0] * (bucket - len(rows))
-    parts: list[Numbers] = [
-        [row.token_ids[0] for row in rows] + padding,
-        [row.start for row in rows] + padding,
-        [row.context_len for row in rows] + padding,
-    ]
+    positions = np.zeros(bucket, np.int32)
+    positions[: len(rows)] = [row.start for row in rows]
+    context_lens = positions + 1
+    context_lens[len(rows) :] = 0
+    parts: list[Numbers] = [[row.token_ids[0] for row in rows] + padding, positions, context_lens]
     tables: list[Numbers] = []
     nowhere = [PADDING_SLOT] * len(padding)
     for group in attention:
         size = group.layout.block_size
+        if not group.number:
+            own, ids = _whole_tables(rows, positions, size)
+            parts += own
+            tables.append(ids)
+            continue
         slots: list[int] = []
         starts: list[int] = []
         blocks = []
@@ -278,6 +285,24 @@ def padded_parts(
         pairs = [kept.places(row.table(kept.number)) for row in rows]
         parts += [[source for source, _ in pairs] + nowhere, [written for _, written in pairs] + nowhere]
     return parts + tables[::-1]
+
+
+def _whole_tables(
+    rows: Sequence[StepRow], positions: npt.NDArray[np.int32], block_size: int
+) -> tuple[list[Numbers], npt.NDArray[np.int32]]:
+    """Returns slots and starts of the tables of group 0, for each of ``positions``, and the tables.
+
+    It has no line of Python for each row but those that cannot be spared.
+    """
+    last_blocks, places = np.divmod(positions[: len(rows)], block_size)
+    counts = last_blocks + 1
+    ids = joined([block_ids(row.block_table, count) for row, count in zip(rows, counts.tolist(), strict=True)])
+    slots, starts = np.full(len(positions), PADDING_SLOT, np.int32), np.zeros(len(positions), np.int32)
+    if rows:
+        ends = counts.cumsum()
+        slots[: len(rows)] = ids[ends - 1] * block_size + places
+        starts[: len(rows)] = ends - counts
+    return [slots, starts], ids
 
 
 SCORED_LOGITS = 2**23

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from pdserve.config import Dtype
@@ -69,7 +69,7 @@ class GroupedRunner(ModelRunner):
                 else:
                     others.append(self._window(request, number, row.start, seen[request], follows=request in begun))
             begun.add(request)
-            placed.append(replace(row, others=others))
+            placed.append(msgspec.structs.replace(row, others=others))
         logits = super().run(placed, tokens, score)
         for number, block in left:
             self._release(number, block)
