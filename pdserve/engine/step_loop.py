@@ -14,7 +14,6 @@ import logging
 import time
 from bisect import bisect_left
 from collections.abc import Callable
-from itertools import takewhile
 
 import zmq
 
@@ -109,8 +108,8 @@ class StepWatch:
 
     def expected_s(self, plan: BatchPlan) -> float:
         """Returns how long a step that is about to be computed may take, generously."""
-        # Chunks come last, and are few. To add up the contexts of all requests would cost more than this is worth.
-        chunks = list(takewhile(lambda work: work.is_chunk, reversed(plan.work)))
+        # Chunks are few. To add up the contexts of all requests would cost more than this is worth.
+        chunks = plan.chunks
         tokens = sum(work.num_tokens for work in chunks)
         rows = len(plan.work) + sum(len(work.drafts) for work in plan.work)
         kind = (rows.bit_length(), tokens.bit_length())
@@ -123,11 +122,9 @@ class StepWatch:
 
     def count(self, plan: BatchPlan) -> None:
         """Counts the tokens of a step."""
-        tokens = 0
-        for work in plan.work:
-            tokens += work.num_rows
-            if not work.request.prompt_is_computed:
-                self._computed_prompt_tokens += work.num_tokens
+        tokens = sum([work.num_rows for work in plan.work])
+        prompts = [work for work in plan.work if work.request.num_computed_tokens < work.request.num_prompt_tokens]
+        self._computed_prompt_tokens += sum(work.num_tokens for work in prompts)
         self._tokens += tokens
         self._num_tokens[bisect_left(STEP_TOKEN_BOUNDS, tokens)] += 1
 
@@ -136,7 +133,7 @@ class StepWatch:
         rows, context_tokens, prompt_tokens = plan.num_decoding, plan.context_tokens, plan.num_prompt_tokens
         decoding = [work.request for work in plan.work if work.num_tokens == 1 and work.request.prompt_is_computed]
         if decoding:
-            own = OwnItl.of(request.terms.own_targets for request in decoding)
+            own = OwnItl.of([request.terms.own_targets for request in decoding])
             self._target_s = self._targets.itl_s(rows, context_tokens, own) or 0.0
         if decoding and prompt_tokens:
             self._shared += 1

@@ -83,6 +83,8 @@ class BlockManager:
             if pool.ids.start != total:
                 raise EngineError(f"the blocks of cache group {pool.name!r} begin at {pool.ids.start}, not {total}")
             total = pool.ids.stop
+        self.keeps_states = any(spec.keep is Keep.LATEST for spec in self.bounded)
+        """Whether a group keeps states."""
         self._caching = prefix_cache
         self._whole = self.pools[0]
         self._cache = self._whole.cache
@@ -119,11 +121,6 @@ class BlockManager:
     def caching(self) -> bool:
         return self._caching
 
-    @property
-    def keeps_states(self) -> bool:
-        """Whether a group keeps states."""
-        return any(spec.keep is Keep.LATEST for spec in self.bounded)
-
     def blocks_for(self, tokens: int) -> int:
         """Returns how many blocks hold ``tokens`` tokens."""
         return -(-tokens // self.block_size)
@@ -139,7 +136,10 @@ class BlockManager:
 
         Returns False, and changes nothing, if too few blocks are free.
         """
-        missing = self.blocks_for(tokens) - len(block_table)
+        missing = -(-tokens // self.block_size) - len(block_table)
+        if missing <= 0:
+            # As in most decode steps.
+            return True
         if missing > self.num_free:
             return False
         for _ in range(missing):

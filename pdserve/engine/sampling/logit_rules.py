@@ -48,7 +48,7 @@ def closes_tokens(row: SamplingRow) -> bool:
     """Returns whether a row forbids tokens, apart from those that its grammar does."""
     sampling = row.sampling
     return (
-        row.position < sampling.min_tokens
+        0 < sampling.min_tokens > row.position
         or bool(sampling.allowed_token_ids or sampling.bad_words)
         or (sampling.ignore_eos and sampling.grammar is not None)
     )
@@ -56,7 +56,8 @@ def closes_tokens(row: SamplingRow) -> bool:
 
 def needs_last_token(row: SamplingRow) -> bool:
     """Returns whether a row has rules, beside its grammar, for which the host has to know its last token."""
-    return any(len(word) > 1 for word in row.sampling.bad_words)
+    words = row.sampling.bad_words
+    return bool(words) and any(len(word) > 1 for word in words)
 
 
 def apply_rules(

@@ -12,9 +12,9 @@ tokens, needs its request's last token on the host: it is sampled when it is rea
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
-from dataclasses import replace
 from typing import Protocol
 
+import msgspec
 import torch
 
 from pdserve.engine.sampling.logit_rules import has_own_rules, needs_last_token
@@ -137,7 +137,7 @@ class DeviceTokens:
 
     def _read_by_grammars(self, logits: torch.Tensor, asked: Sequence[int]) -> list[SampledToken | None]:
         # The host has the tokens by now that it did not have when the step was launched.
-        rows = [replace(row, num_unknown_tokens=0) for row in self._rows]
+        rows = [msgspec.structs.replace(row, num_unknown_tokens=0) for row in self._rows]
         proposed = set(self._proposed).intersection(asked)
         grammars = GrammarStep(rows, logits.shape[-1], self._eos_token_ids)
         if logits.device.type != "cpu":

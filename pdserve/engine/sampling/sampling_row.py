@@ -7,8 +7,8 @@ memory as they do. So groups bound the memory that sampling takes, whatever the 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
+import msgspec
 import torch
 
 from pdserve.engine.request import Request, TokenCounts
@@ -23,8 +23,7 @@ BYTES_PER_LOGIT = 96
 """What is computed of a group takes at most this, its copy of the logits included."""
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingRow:
+class SamplingRow(msgspec.Struct, frozen=True):
     """What the sampling of one row of logits takes from its request.
 
     Nothing is copied: parameters that look back read ``token_ids`` while the row is sampled.
@@ -36,7 +35,7 @@ class SamplingRow:
     num_prompt_tokens: int
     num_unknown_tokens: int = 0
     """The number of tokens that were sampled after ``token_ids`` and are not on the host yet."""
-    counts: TokenCounts = field(default_factory=TokenCounts)
+    counts: TokenCounts = msgspec.field(default_factory=TokenCounts)
     """How often each of ``token_ids`` occurs."""
     matcher: GrammarMatcher | None = None
     """The state of the grammar, if the request has one."""

@@ -75,8 +75,8 @@ class TokenChoice:
     def choose(self, indices: Sequence[int], masks: Mapping[int, TokenBits | None], *, again: bool = False) -> None:
         """Chooses the tokens of these rows, by the masks of those that have one. ``again`` takes another number."""
         few: dict[int, TokenIds] = {}
-        other = []
-        for index in indices:
+        other = [] if masks else list(indices)
+        for index in indices if masks else ():
             bits = masks.get(index)
             ids = None if bits is None or moves_logits(self._rows[index]) else few_tokens(bits)
             if ids is None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 import msgspec
 
@@ -28,8 +29,7 @@ REPLAY_CONTEXT = 2**15
 context, and requests that decode wait for the step."""
 
 
-@dataclass(frozen=True, slots=True)
-class Work:
+class Work(msgspec.Struct, frozen=True):
     """The next ``num_tokens`` uncomputed tokens of one request, either of its prompt or of its answer."""
 
     request: Request
@@ -74,8 +74,8 @@ class Work:
         What an earlier step has given is left out.
         """
         request = self.request
-        if not request.needs_scores:
-            return range(0)
+        if request.sampling.prompt_logprobs is None or not request.needs_scores:
+            return _NO_PLACES
         first, end = request.num_computed_tokens + 1, request.num_computed_tokens + self.num_tokens + 1
         return range(max(first, request.num_scored_tokens + 1), min(end, request.num_prompt_tokens))
 
@@ -89,7 +89,7 @@ class Work:
         request = self.request
         end = request.num_computed_tokens + self.num_tokens
         requests = [request] if end == len(request.token_ids) and not request.ended else []
-        if end == request.num_prompt_tokens:
+        if request.children and end == request.num_prompt_tokens:
             requests += [child for child in request.children if child.num_generated_tokens == 0]
         return requests
 
@@ -102,6 +102,9 @@ def chunk_tokens(left: int, budget: int) -> int:
     a budget of less than three tokens leaves no choice.
     """
     return budget - 1 if left == budget + 1 > 3 else min(left, budget)
+
+
+_NO_PLACES = range(0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,10 +141,11 @@ class BatchPlan:
         """
         if not budget:
             return None
-        if not request.prompt_is_computed:
-            tokens = chunk_tokens(request.num_prompt_tokens - request.num_computed_tokens, budget)
+        computed = request.num_computed_tokens
+        if computed < request.num_prompt_tokens:
+            tokens = chunk_tokens(request.num_prompt_tokens - computed, budget)
             return Work(request, self.chunk_end(request, tokens))
-        if request.num_uncomputed_tokens == 1:
+        if computed + 1 == len(request.token_ids):
             return Work(request, 1)
         tokens = min(request.num_uncomputed_tokens, budget, self._replay_rows_left(len(request.token_ids)))
         return Work(request, tokens, replays=True) if tokens else None
@@ -156,31 +160,37 @@ class BatchPlan:
         return max(0, min(REPLAY_ROWS - rows, (REPLAY_CONTEXT - read) // context))
 
     @property
+    def chunks(self) -> list[Work]:
+        """The chunks of prompts, the last one first."""
+        return list(takewhile(lambda work: work.is_chunk, reversed(self.work)))
+
+    @property
     def num_prompt_tokens(self) -> int:
         """Returns the number of tokens in chunks of prompts."""
-        return sum(work.num_tokens for work in self.work if work.is_chunk)
+        return sum(work.num_tokens for work in self.chunks)
 
     @property
     def num_decoding(self) -> int:
         """Returns the number of rows of single tokens: of requests of which one is computed, and of their drafts."""
-        return sum(work.num_rows for work in self.work if work.num_tokens == 1)
+        return sum([work.num_rows for work in self.work if work.num_tokens == 1])
 
     @property
     def context_tokens(self) -> int:
         """Returns the number of tokens that those rows' contexts have together."""
-        return sum(work.num_rows * (work.request.num_computed_tokens + 1) for work in self.work if work.num_tokens == 1)
+        rows = [(work.num_rows, work.request.num_computed_tokens + 1) for work in self.work if work.num_tokens == 1]
+        return sum([count * context for count, context in rows])
 
     @property
     def prompt_context(self) -> float:
         """Returns the number of tokens of its prompt before a token's chunk, on average over the chunks' tokens."""
-        chunks = [(work.num_tokens, work.request.num_computed_tokens) for work in self.work if work.is_chunk]
+        chunks = [(work.num_tokens, work.request.num_computed_tokens) for work in self.chunks]
         tokens = sum(tokens for tokens, _ in chunks)
         return sum(tokens * before for tokens, before in chunks) / tokens if tokens else 0.0
 
     @property
     def replays(self) -> bool:
         """Whether tokens of answers are replayed, so that the step's time is neither a prompt's nor a decode step's."""
-        return any(work.replays for work in self.work)
+        return True in [work.replays for work in self.work]
 
     @property
     def sampled_requests(self) -> list[Request]:

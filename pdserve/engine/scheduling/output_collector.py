@@ -65,6 +65,8 @@ def _output(
     report: RequestReport | None = None,
     error: str | None = None,
 ) -> RequestOutput:
+    if len(tokens) == 1 and tokens[0].logprobs is None:
+        return RequestOutput(local_id, [tokens[0].token_id], finish, report, error)
     logprobs = [token.logprobs for token in tokens if token.logprobs is not None]
     return RequestOutput(local_id, [token.token_id for token in tokens], finish, report, error, logprobs or None)
 

@@ -77,7 +77,8 @@ class StopRule:
             return FinishReason.STOP
         if token_id in sampling.stop_token_ids:
             return FinishReason.STOP
-        if request.num_generated_tokens >= sampling.max_tokens or len(request.token_ids) >= self.max_model_len:
+        length = len(request.token_ids)
+        if length >= request.num_prompt_tokens + sampling.max_tokens or length >= self.max_model_len:
             return FinishReason.LENGTH
         return None
 
@@ -87,7 +88,5 @@ class StopRule:
 
     def next_is_last(self, request: Request) -> bool:
         """Returns whether the request's next token will be its last, whichever token it is."""
-        return (
-            request.num_generated_tokens + 1 >= request.sampling.max_tokens
-            or len(request.token_ids) + 1 >= self.max_model_len
-        )
+        length = len(request.token_ids) + 1
+        return length >= request.num_prompt_tokens + request.sampling.max_tokens or length >= self.max_model_len

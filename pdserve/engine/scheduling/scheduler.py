@@ -258,12 +258,17 @@ class Scheduler:
         for work in plan.work:
             request, taken = work.request, [(member, next(tokens)) for member in work.sampled_requests]
             missing = [member for member, token in taken if token is None]
-            awaited = [member for member in missing if member.awaits_mask]
-            refused = [member for member in missing if not member.awaits_mask and member.grammar_failure is not None]
+            awaited, refused = list[Request](), list[Request]()
+            if missing:
+                awaited = [member for member in missing if member.awaits_mask]
+                others = [member for member in missing if not member.awaits_mask]
+                refused = [member for member in others if member.grammar_failure is not None]
             faulty = len(missing) > len(awaited) + len(refused)
             if not faulty:
                 # Otherwise no block is given back, or found again, before all of them are cleared.
-                final = work.num_final_tokens(waits=bool(awaited), keeps_states=self._blocks.keeps_states)
+                final = work.num_tokens
+                if awaited:
+                    final = work.num_final_tokens(waits=True, keeps_states=self._blocks.keeps_states)
                 self._blocks.computed(request, request.num_computed_tokens + final)
             if work.drafts and drafted is not None and not faulty:
                 failed += self._take_with_drafts(work, taken[0][1], drafted, now)
@@ -276,7 +281,8 @@ class Scheduler:
                 failed += [request, *request.children]
             else:
                 failed += refused
-                self._settle_children(request)
+                if request.children:
+                    self._settle_children(request)
                 self.finish_if_resumed_over(request)
         return failed
 
@@ -412,8 +418,10 @@ class Scheduler:
 
         Then the request ends when it has those.
         """
+        if not request.num_emitted_tokens:
+            return
         goes_on = request.num_generated_tokens > request.num_emitted_tokens or request.needs_scores
-        if request.num_emitted_tokens and not goes_on and not request.ended:
+        if not goes_on and not request.ended:
             self.finish_if_over(request)
 
     def finish(self, request: Request, reason: FinishReason, error: str | None = None) -> None:
@@ -467,8 +475,9 @@ class Scheduler:
     def _schedule_running(self, plan: BatchPlan, budget: StepBudget, now: float) -> None:
         """Plans work of running requests: all that decode, then replays, then prompts."""
         running = self._queues.running
-        decoding = [request for request in running if request.num_uncomputed_tokens == 1]
-        others = [request for request in running if request.num_uncomputed_tokens > 1]
+        left = [(request, len(request.token_ids) - request.num_computed_tokens) for request in running]
+        decoding = [request for request, tokens in left if tokens == 1]
+        others = [request for request, tokens in left if tokens > 1]
         # A client who has read a part of its answer waits longest for the rest.
         replays = [request for request in others if request.prompt_is_computed]
         prompts = [request for request in others if not request.prompt_is_computed]
@@ -486,12 +495,15 @@ class Scheduler:
 
     def _plan_running(self, requests: Sequence[Request], plan: BatchPlan, budget: StepBudget) -> None:
         for request in requests:
-            if request.status is not Status.RUNNING or request.awaits_grammar:
+            if request.status is not Status.RUNNING:
+                continue
+            if request.sampling.grammar is not None and request.awaits_grammar:
                 continue
             work = plan.next_work(request, budget.for_request(request))
             if work is None:
                 continue
-            if self._find_blocks(request, request.num_computed_tokens + work.num_tokens, plan):
+            tokens = request.num_computed_tokens + work.num_tokens
+            if self._blocks.reserve(request, tokens) or self._find_blocks(request, tokens, plan):
                 plan.work.append(work)
                 budget.spend(work)
 

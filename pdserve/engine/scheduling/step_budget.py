@@ -38,7 +38,7 @@ class StepBudget:
     def spend(self, work: Work) -> None:
         """Notes work that the step does."""
         request, before, tokens = work.request, work.request.num_computed_tokens, work.num_tokens
-        if work.is_chunk:
+        if tokens > 1 and work.is_chunk:
             self.spend_chunk(tokens, before)
             return
         self.spend_rows(tokens, tokens * (before + 1))
