@@ -50,8 +50,8 @@ class Capture(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field
     """The most tokens that a recorded step has."""
 
 
-class RankRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """A ``StepRow`` of ``pdserve.models.runner``."""
+class RankRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True, tag=0):
+    """A ``StepRow`` of ``pdserve.models.runner``, as a whole."""
 
     token_ids: list[int]
     start: int
@@ -67,10 +67,25 @@ class RankRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_lik
         return range(self.scored_from, self.scored_to)
 
 
+class NextRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True, tag=1):
+    """A ``StepRow`` whose block table is that of a row before it, which is known. No token of it is scored."""
+
+    row: int
+    """The place of that row in the last step; or, if it is one of this step, -1 - its place here."""
+    token_ids: list[int]
+    blocks: list[int]
+    """The ids that the table has got since."""
+    wants_logits: bool
+    back: int = 0
+    """So many tokens before the end of that row this one starts."""
+    others: list[list[int]] = []
+    """The tables of the groups behind the first one, as a whole."""
+
+
 class Step(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="step"):
     """Orders a rank to compute one step together with the other ranks."""
 
-    rows: list[RankRow]
+    rows: list[RankRow | NextRow]
 
 
 class RankDraft(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):

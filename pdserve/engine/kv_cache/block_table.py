@@ -50,13 +50,15 @@ class BlockTable(list[int]):
     by the number of the block, with ``NONE`` for a block that was given back or never taken.
     """
 
-    __slots__ = ("_ids", "_num_known", "has_gaps", "others")
+    __slots__ = ("_ids", "_num_known", "has_gaps", "others", "rearranged")
 
     def __init__(self, blocks: Sequence[int] = ()) -> None:
         super().__init__(blocks)
         self.others: list[list[int] | StateTable] = []
         self.has_gaps = False
         """Whether blocks of a window may be missing before the last one: a transfer was to bring that, or will."""
+        self.rearranged = 0
+        """The number of changes of group 0 that did not append a block."""
         self._ids: npt.NDArray[np.int32] = _NO_IDS
         self._num_known = 0
         """How many ids ``_ids`` has."""
@@ -77,10 +79,12 @@ class BlockTable(list[int]):
 
     def __setitem__(self, place: Any, block: Any) -> None:
         self._num_known = 0
+        self.rearranged += 1
         super().__setitem__(place, block)
 
     def clear(self) -> None:
         self._num_known = 0
+        self.rearranged += 1
         super().clear()
 
     @property

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     import torch
 
     from pdserve.engine.kv_connector.opening import NoCopies, OrderedCopies
+    from pdserve.engine.tp.rank_rows import ReceivedRows
     from pdserve.models.backend import Backend
     from pdserve.models.runner import ModelRunner
 
@@ -99,6 +100,7 @@ def run_rank(launch: RankLaunch, channel: OrderChannel, life: LifeBoard) -> None
         from pdserve.engine.kv_connector.opening import rank_transfer
         from pdserve.engine.kv_connector.transfer_memory import shared_memory
         from pdserve.engine.runner_loading import kept_block_kernels, load_runner, rank_backend, rank_device
+        from pdserve.engine.tp.rank_rows import ReceivedRows
         from pdserve.models.checkpoint.config_reading import read_decoder_config
         from pdserve.models.checkpoint.gguf.file import forget_gguf
         from pdserve.models.rank_cache import cache_place
@@ -132,6 +134,7 @@ def run_rank(launch: RankLaunch, channel: OrderChannel, life: LifeBoard) -> None
         kv_cache = runner.cache.memory if groups else runner.kv_cache
         copies = stack.enter_context(rank_transfer(launch, decoder.kv_heads, kv_cache, board, shared, life, groups))
         stack.enter_context(sign.shown_by_this_thread(computes=device.type == "cpu"))
+        received = ReceivedRows()
         channel.send(Loaded())
         while not isinstance(order := channel.receive(), Stop):
             # Rank 0 notices a rank that takes longer, and says which one it was.
@@ -140,7 +143,7 @@ def run_rank(launch: RankLaunch, channel: OrderChannel, life: LifeBoard) -> None
                 capture(runner, backend, order.max_rows)
                 channel.send(Captured())
             else:
-                carry_out(order, runner, copies)
+                carry_out(order, runner, copies, received)
                 if isinstance(order, Clear | CopyBlocks):
                     if device.type == "cuda":
                         torch.cuda.synchronize(device)
@@ -157,19 +160,14 @@ def capture(runner: ModelRunner, backend: Backend, max_rows: int) -> None:
     runner.capture_decode(backend.graph_kernels, max_rows, CudaGraphs())
 
 
-def carry_out(order: Order, runner: ModelRunner, copies: OrderedCopies | NoCopies) -> None:
-    """Carries out one order. Raises EngineError if it comes at the wrong time."""
-    from pdserve.models.runner import DraftRow, StepRow
+def carry_out(order: Order, runner: ModelRunner, copies: OrderedCopies | NoCopies, received: ReceivedRows) -> None:
+    """Carries out one order. Raises EngineError if it comes at the wrong time, MalformedFrame if it makes no sense."""
+    from pdserve.models.runner import DraftRow
 
     match order:
-        case Step(rows):
-            runner.run(
-                [
-                    StepRow(row.token_ids, row.start, row.block_table, row.wants_logits, row.scored, row.others)
-                    for row in rows
-                ],
-                score=_computed if any(row.scored_to for row in rows) else None,
-            )
+        case Step():
+            rows = received.rows(order)
+            runner.run(rows, score=_computed if any(row.scored for row in rows) else None)
         case Draft(drafts, count):
             runner.draft([DraftRow(row.row, row.next_tokens, row.wanted, row.block_table) for row in drafts], count)
         case Clear(blocks):

@@ -9,12 +9,13 @@ from dataclasses import replace
 import torch
 
 from pdserve.config import EngineConfig
+from pdserve.engine.tp.rank_rows import SentRows
 from pdserve.engine.tp.tp_ranks import Ranks
 from pdserve.errors import RankLost
 from pdserve.models.runner import DraftRow, Graph, ModelRunner, Score, StepRow
 from pdserve.models.tp.shares import ALONE, TpGroup
 from pdserve.models.tp.tp_opening import open_group
-from pdserve.wire.rank import Arrived, Capture, Captured, Clear, CopyBlocks, Draft, RankDraft, RankRow, Step
+from pdserve.wire.rank import Arrived, Capture, Captured, Clear, CopyBlocks, Draft, RankDraft
 from pdserve_kernels.contract import GraphKernels
 
 
@@ -24,6 +25,7 @@ class TpRunner:
     def __init__(self, own: ModelRunner, ranks: Ranks, group: TpGroup) -> None:
         self._own = own
         self._ranks = ranks
+        self._sent = SentRows()
         self._group = group
         self._rows: Sequence[StepRow] = ()
         """Those of the last step."""
@@ -33,7 +35,7 @@ class TpRunner:
 
         Raises RankLost, which names the rank and says why, if a rank did not do its part.
         """
-        self._ranks.tell(Step([_rank_row(row) for row in rows]))
+        self._ranks.tell(self._sent.step(rows))
         self._rows = rows
         try:
             logits = self._own.run(rows, score=score)
@@ -82,15 +84,6 @@ class TpRunner:
     def warmed_up(self) -> None:
         """Notes that all that steps need is compiled. From now on, a rank that is late counts as hanging."""
         self._group.warmed_up()
-
-
-def _rank_row(row: StepRow) -> RankRow:
-    scored = row.scored
-    others = [list(table) for table in row.others]
-    scored_to = max(scored.stop, 0)
-    return RankRow(
-        list(row.token_ids), row.start, list(row.block_table), row.wants_logits, scored.start, scored_to, others
-    )
 
 
 def _rank_draft(row: DraftRow) -> RankDraft:

@@ -1,0 +1,109 @@
+"""Other ranks compute the rows that rank 0 computes, whatever has happened to the requests since the last step."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+import msgspec
+import pytest
+
+from pdserve.engine.kv_cache.block_table import BlockTable
+from pdserve.engine.tp.rank_rows import ReceivedRows, SentRows
+from pdserve.errors import MalformedFrame
+from pdserve.models.runner import StepRow
+from pdserve.wire.rank import NextRow, RankRow, Step
+
+SIZE = 4
+
+
+@dataclass(eq=False)
+class Context:
+    """A request, as far as rows know it."""
+
+    table: BlockTable = field(default_factory=BlockTable)
+    computed: int = 0
+
+
+def plain(rows: list[StepRow]) -> list[object]:
+    return [
+        (
+            list(row.token_ids),
+            row.start,
+            list(row.block_table),
+            row.wants_logits,
+            row.scored,
+            [list(each) for each in row.others],
+        )
+        for row in rows
+    ]
+
+
+class Pair:
+    """Rank 0 and another rank."""
+
+    def __init__(self) -> None:
+        self._sent, self._received = SentRows(), ReceivedRows()
+
+    def told(self, rows: list[StepRow]) -> Step:
+        """Returns the message about these rows, after both have seen that the other rank makes the same of it."""
+        wanted = plain(rows)
+        frame = msgspec.msgpack.encode(self._sent.step(rows))
+        message = msgspec.msgpack.decode(frame, type=Step)
+        assert plain(self._received.rows(message)) == wanted
+        return message
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_rows_arrive_as_they_were(seed: int) -> None:
+    chance, pair, contexts = random.Random(seed), Pair(), [Context() for _ in range(5)]
+    whole = told = 0
+    for _ in range(60):
+        rows = []
+        for context in chance.sample(contexts, chance.randint(1, 5)):
+            match chance.randint(0, 9):
+                case 0:  # preempted: its blocks are gone, and the table is the same object
+                    context.table.clear()
+                    context.computed = 0
+                case 1 if context.table:  # a quarantined block was replaced
+                    context.table[chance.randrange(len(context.table))] = chance.randrange(1000)
+                case 2:  # ended, and another one has come
+                    contexts[contexts.index(context)] = context = Context()
+            count = 1 if context.computed else chance.randint(2, 9)
+            while len(context.table) * SIZE < context.computed + count:
+                context.table.append(chance.randrange(1000))
+            tokens = [chance.randrange(200_000) for _ in range(count)]
+            others = [[-1, chance.randrange(9)]] if chance.random() < 0.5 else []
+            rows.append(StepRow(tokens, context.computed, context.table, chance.random() < 0.9, others=others))
+            context.computed += count
+        message = pair.told(rows)
+        told += len(rows)
+        whole += sum(isinstance(row, RankRow) for row in message.rows)
+    assert 0 < whole < told
+
+
+def test_a_row_that_decodes_on_takes_a_few_bytes_however_long_its_context_is() -> None:
+    pair, tables = Pair(), [BlockTable(range(2000)) for _ in range(256)]
+    pair.told([StepRow([150_000], 31_000, table, True) for table in tables])
+    message = pair.told([StepRow([150_000], 31_001, table, True) for table in tables])
+    assert all(isinstance(row, NextRow) for row in message.rows)
+    assert len(msgspec.msgpack.encode(message)) < 16 * 256
+
+
+def test_rows_of_one_request_and_scored_rows_arrive_as_they_were() -> None:
+    pair, table = Pair(), BlockTable(range(10))
+    pair.told([StepRow([at], at, table, at == 7) for at in range(5, 8)])
+    message = pair.told([StepRow([at], at, table, at == 9) for at in range(8, 10)])
+    assert all(isinstance(row, NextRow) for row in message.rows)
+    # Of the last two, the second was a draft that was refused.
+    table.append(10)
+    message = pair.told([StepRow([at], at, table, True) for at in range(9, 12)])
+    assert all(isinstance(row, NextRow) for row in message.rows)
+    pair.told([StepRow([1, 2, 3], 10, table, True, range(2))])
+    # Nor is a table that is no ``BlockTable`` taken for one that is known.
+    pair.told([StepRow([1], 13, list(table), True)])
+
+
+def test_a_row_that_goes_on_with_none_is_malformed() -> None:
+    with pytest.raises(MalformedFrame, match="row 3 of a step that had 0"):
+        ReceivedRows().rows(Step([NextRow(3, [1], [], True)]))
