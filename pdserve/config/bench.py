@@ -39,6 +39,12 @@ class EngineBenchConfig:
         Switch.OFF,
         bare="on",
     )
+    host: Switch = setting(
+        "host",
+        "Only the time is taken that a step takes of the step loop's thread, without a model.",
+        Switch.OFF,
+        bare="on",
+    )
     copy_mib: int = setting("copy-mib", "The buffers whose copying is timed have this size, in MiB.", 256, minimum=1)
 
 

@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from gguf import GGMLQuantizationType
@@ -17,7 +18,7 @@ from pdserve.bench.engine import benchmark
 from pdserve.bench.engine.lent_core_rows import Neighbour, lent_core_rows
 from pdserve.bench.engine.parts import Product, attention_s, products_of
 from pdserve.bench.engine.subject import Shape, Steps, open_subject, write_random_model
-from pdserve.bench.report import read_report, to_json
+from pdserve.bench.report import Unit, changes, read_report, to_json
 from pdserve.config import Device, Dtype, ModelConfig, Switch
 from pdserve.config.bench import BenchEngineConfig, EngineBenchConfig
 from pdserve.errors import BenchError, ConfigError
@@ -232,6 +233,24 @@ def test_borrowed_cores_are_timed(tiny: Path) -> None:
     assert all(figure.value > 0 for row in report.rows for figure in row.figures)
     # No thread stays on a part of the cores.
     assert cores_of_threads() <= before
+
+
+def test_the_hosts_part_of_a_step_is_timed_in_ratios_that_are_compared() -> None:
+    report = benchmark.host_report(BenchEngineConfig(), (3,), (40,))
+    assert [row.at for row in report.rows] == [
+        {"requests": 3, "context": 40, "path": path} for path in ("in turn", "ahead", "ranks")
+    ]
+    ratios = [figure for row in report.rows for figure in row.figures if figure.unit is Unit.RATIO]
+    assert [figure.name for figure in ratios] == [*["CPU : wanted"] * 3, "message : wanted"]
+    assert all(figure.value > 0 for figure in ratios)
+    slower = [
+        msgspec.structs.replace(
+            row, figures=tuple(msgspec.structs.replace(figure, value=2 * figure.value) for figure in row.figures)
+        )
+        for row in report.rows
+    ]
+    found = changes(report, msgspec.structs.replace(report, rows=tuple(slower)), 0.3)
+    assert [change.worse for change in found] == [True] * len(ratios)
 
 
 def test_what_cannot_borrow_is_refused(tiny: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -1,8 +1,9 @@
 """Tells the other ranks what is new in a step's rows, because they have the rows of the step before.
 
 A row with the block table of a row that they have, in the last step or before it in this one, says which row that is,
-and has its tokens and the blocks that the table has grown by. All other rows are sent whole: those of requests that come
-in, or were left out of a step, and those whose blocks have changed. So nobody has to be told that a request has ended.
+and has its tokens and the blocks that the table has grown by. All other rows are sent whole: those of requests that
+come in, or were left out of a step, and those whose blocks have changed. So nobody has to be told that a request has
+ended.
 """
 
 from __future__ import annotations

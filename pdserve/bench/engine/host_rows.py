@@ -1,0 +1,248 @@
+"""Times what a step takes of the step loop's thread, with everything but the model.
+
+The loop, the scheduler, the blocks, the sampler and the channel to the API process are real. The runner fills the
+inputs of a recorded decode step, as on a GPU, and computes nothing: all logits are equal. Time is that of the thread on
+a core, so that other programs of the machine matter little.
+"""
+
+from __future__ import annotations
+
+import enum
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+
+import msgspec
+import torch
+import zmq
+from llguidance import LLTokenizer
+
+from pdserve.bench.report import Better, Figure, Row, Unit
+from pdserve.config import SchedulerConfig, TargetsConfig, TransferConfig
+from pdserve.engine.api_channel import ApiChannel
+from pdserve.engine.kv_cache.block_manager import BlockManager
+from pdserve.engine.kv_connector.connector import NoTransferConnector
+from pdserve.engine.placement.latency_targets import LatencyTargets
+from pdserve.engine.placement.placement import Placement
+from pdserve.engine.placement.step_cost import StepCost
+from pdserve.engine.sampling.grammar_opener import GrammarOpener
+from pdserve.engine.scheduling.output_collector import LaneRecorder
+from pdserve.engine.scheduling.request_limits import PromptRule, StopRule
+from pdserve.engine.step_loop import StepLoop
+from pdserve.engine.tp.rank_rows import SentRows
+from pdserve.engine.wake_up import WakeUp
+from pdserve.errors import EngineError
+from pdserve.models.backend import CPU
+from pdserve.models.rank_cache import KvGroup
+from pdserve.models.runner import DecodeGraphs, DecodeInputs, Score, StepRow
+from pdserve.wire.cache_groups import GroupBlocks, GroupSpec, Keep
+from pdserve.wire.discovery import Role
+from pdserve.wire.engine import Submit
+from pdserve.wire.ids import new_id
+from pdserve.wire.rank import Numbered
+from pdserve.wire.sampling_params import SamplingParams
+from pdserve.wire.terms import Terms
+from pdserve_kernels.kv_layout import KvLayout
+
+REQUESTS = (1, 64, 256)
+CONTEXTS = (1024, 8192, 32768)
+
+_WANTED_STEP_US, _WANTED_REQUEST_US, _WANTED_1K_US = 250.0, 8.0, 1.0
+_WANTED_MESSAGE_BYTES, _WANTED_REQUEST_BYTES = 2048, 16
+
+_VOCAB_SIZE = 64
+_FIRST_STEPS = 8
+"""So many steps are not counted: buffers are made in them."""
+_STEPS = 16
+"""The mean of so many steps is one measurement. They fill a block, which is taken and found once for each request."""
+_MEASUREMENTS = 11
+"""The median of so many is the figure."""
+_ANSWER = _FIRST_STEPS + (_MEASUREMENTS + 2) * _STEPS
+"""No request ends before the last measurement."""
+
+
+class HostPath(enum.Enum):
+    """How steps follow each other."""
+
+    IN_TURN = "in turn"
+    """A step is launched when the tokens of the last one are known, as on a CPU."""
+    AHEAD = "ahead"
+    """A step is launched before that, as on a GPU."""
+    RANKS = "ranks"
+    """In turn, and each step is also a message to other ranks."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Unrecorded:
+    """A ``Graph`` that computes once, when it is captured."""
+
+    def capture(self, compute: Callable[[], None]) -> None:
+        compute()
+
+    def replay(self) -> None:
+        pass
+
+
+class IdleRunner:
+    """A ``StepRunner`` and ``AheadRunner`` that fills the inputs of a step and computes nothing."""
+
+    def __init__(self, requests: int, context: int, block_size: int) -> None:
+        num_blocks = requests * -(-context // block_size)
+        layout = KvLayout(1, 1, block_size, 1, torch.float32)
+        spec = GroupSpec("all", Keep.ALL, 1, 1, layout.block_bytes, "fp32")
+        group = KvGroup(0, GroupBlocks(spec, 0, num_blocks, 0, layout.block_bytes), layout, torch.empty(0))
+        self._graphs = DecodeGraphs(_equal_logits, _Unrecorded, requests, context, [group], [], CPU)
+        self.on_decode: Callable[[], None] = _nothing
+        """What is called when a decode step of all requests begins."""
+        self.sent = 0
+        """The bytes that other ranks were told."""
+        self._requests = requests
+
+    def run(
+        self, rows: Sequence[StepRow], tokens: torch.Tensor | None = None, score: Score | None = None
+    ) -> torch.Tensor:
+        if len(rows) == self._requests and len(rows[-1].token_ids) == 1:
+            self.on_decode()
+        logits = self._graphs.run(rows, tokens)
+        return torch.zeros(sum(row.wants_logits for row in rows), _VOCAB_SIZE) if logits is None else logits
+
+    def clear(self, blocks: Sequence[int]) -> None:
+        pass
+
+    def copy_blocks(self, sources: Sequence[int], destinations: Sequence[int]) -> None:
+        pass
+
+
+class TellingRunner(IdleRunner):
+    """The same, with other ranks: makes the messages that they would be told, and counts their bytes."""
+
+    def __init__(self, requests: int, context: int, block_size: int) -> None:
+        super().__init__(requests, context, block_size)
+        self._rows = SentRows()
+        self._encoder = msgspec.msgpack.Encoder()
+        self._number = 0
+
+    def run(
+        self, rows: Sequence[StepRow], tokens: torch.Tensor | None = None, score: Score | None = None
+    ) -> torch.Tensor:
+        self._number += 1
+        self.sent += len(self._encoder.encode(Numbered(self._number, self._rows.step(rows))))
+        return super().run(rows, tokens, score)
+
+
+class _Clock:
+    """Measures steps, each from the beginning of one to that of the next, ``_MEASUREMENTS`` times."""
+
+    def __init__(self, runner: IdleRunner, over: Callable[[], None]) -> None:
+        self._runner, self._over = runner, over
+        self._steps, self._began, self._sent = -_FIRST_STEPS, 0.0, 0
+        self.step_s: list[float] = []
+        self.step_bytes: list[float] = []
+
+    def tick(self) -> None:
+        if self._steps >= 0 and not self._steps % _STEPS:
+            now, sent = time.thread_time(), self._runner.sent
+            if self._steps:
+                self.step_s.append((now - self._began) / _STEPS)
+                self.step_bytes.append((sent - self._sent) / _STEPS)
+            if len(self.step_s) == _MEASUREMENTS:
+                self._over()
+            self._began, self._sent = now, sent
+        self._steps += 1
+
+
+def host_rows(block_size: int, requests: Sequence[int], contexts: Sequence[int]) -> Iterator[Row]:
+    """Yields a row for each number of requests, length of their contexts and ``HostPath``."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        for each in requests:
+            for context in contexts:
+                for path in HostPath:
+                    yield host_row(each, context, path, block_size)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def host_row(requests: int, context: int, path: HostPath, block_size: int) -> Row:
+    """Returns the row of decode steps with so many requests, whose contexts have about ``context`` tokens each."""
+    print(f"bench engine: the host's part of {requests} × {context} tokens, {path.value}", file=sys.stderr, flush=True)
+    clock = _measured(requests, context, path, block_size)
+    step_us = statistics.median(clock.step_s) * 1e6
+    wanted_us = _WANTED_STEP_US + requests * (_WANTED_REQUEST_US + _WANTED_1K_US * context / 1000)
+    figures = [
+        Figure("CPU of a step", step_us, Unit.US, Better.LOWER),
+        Figure("CPU : wanted", step_us / wanted_us, Unit.RATIO, Better.LOWER),
+    ]
+    if path is HostPath.RANKS:
+        size = statistics.median(clock.step_bytes)
+        wanted = _WANTED_MESSAGE_BYTES + requests * _WANTED_REQUEST_BYTES
+        figures += [
+            Figure("message", size / 1024, Unit.KIB, Better.LOWER),
+            Figure("message : wanted", size / wanted, Unit.RATIO, Better.LOWER),
+        ]
+    return Row("host's part of a step", {"requests": requests, "context": context, "path": path.value}, tuple(figures))
+
+
+def _measured(requests: int, context: int, path: HostPath, block_size: int) -> _Clock:
+    kind = TellingRunner if path is HostPath.RANKS else IdleRunner
+    runner = kind(requests, context + _ANSWER, block_size)
+    blocks = BlockManager(requests * -(-(context + _ANSWER) // block_size), block_size)
+    config = SchedulerConfig(max_num_seqs=requests, max_num_batched_tokens=requests * context)
+    step_cost = StepCost()
+    targets = LatencyTargets(TargetsConfig(), step_cost, Role.MIXED)
+    with zmq.Context() as zmq_context, closing(WakeUp()) as wake_up:
+        api = zmq_context.socket(zmq.PAIR)
+        api.bind("inproc://engine")
+        channel = ApiChannel(zmq_context, "inproc://engine")
+        loop = StepLoop(
+            api=channel,
+            wake_up=wake_up,
+            runner=runner,
+            blocks=blocks,
+            connector=NoTransferConnector(blocks),
+            config=config,
+            stop=StopRule(frozenset(), context + _ANSWER),
+            prompts=PromptRule(_VOCAB_SIZE, context + _ANSWER),
+            placement=Placement(step_cost, TransferConfig(), config, block_size, 1.0, targets),
+            ahead_runner=runner if path is HostPath.AHEAD else None,
+            grammars=GrammarOpener(_no_vocabulary, wake_up.set),
+            recorder=LaneRecorder(),
+        )
+        clock = _Clock(runner, loop.stop)
+        runner.on_decode = clock.tick
+        try:
+            for request in range(requests):
+                api.send(msgspec.msgpack.encode(_submit(request, context, block_size)))
+            loop.run()
+        finally:
+            channel.close(0)
+            api.close(0)
+    return clock
+
+
+def _submit(request: int, context: int, block_size: int) -> Submit:
+    # Contexts end at different places of a block, as those of clients do.
+    tokens = [request % _VOCAB_SIZE, request // _VOCAB_SIZE] * (context // 2)
+    return Submit(
+        local_id=request + 1,
+        uuid=new_id(),
+        token_ids=tokens[: context - request % block_size],
+        sampling=SamplingParams(max_tokens=_ANSWER, seed=0, temperature=0.0, ignore_eos=True),
+        terms=Terms(deadline_s=3600.0),
+    )
+
+
+def _equal_logits(inputs: DecodeInputs) -> torch.Tensor:
+    return torch.zeros(len(inputs.token_ids), _VOCAB_SIZE)
+
+
+def _no_vocabulary() -> LLTokenizer:
+    raise EngineError("no request of this measurement has a grammar")
+
+
+def _nothing() -> None:
+    pass
