@@ -391,15 +391,17 @@ async def streamed_answer(
     journaled, has, begun = options.journaled, options.journal, False
     encoder = ChunkEncoder(_envelope(form.id_prefix, form.chunk_object, options), include_usage=options.include_usage)
     scores = PromptScores(form, options)
+    scored = options.echo_logprobs is not None or options.prompt_logprobs is not None
     stream = chunk_stream(form, encoder, options, scores)
     deltas: Sequence[TextDelta] = first
     try:
         while True:
             if options.continuous_usage:
                 encoder.use(usage_of(generation))
-            scores.take(deltas)
-            await scores.encode()
-            data = b"".join(map(stream.events, deltas))
+            if scored:
+                scores.take(deltas)
+                await scores.encode()
+            data = stream.events(deltas[0]) if len(deltas) == 1 else b"".join(map(stream.events, deltas))
             if generation.done and generation.failure is None:
                 break
             if data:

@@ -243,6 +243,14 @@ class Generation:
                     timer.cancel()
         if self._left_over:
             await asyncio.sleep(0)
+        if len(self._due) == 1:
+            # As nearly always: most answers have one choice.
+            ((choice, unread),) = self._due.items()
+            item = unread.take(self._turn_tokens)
+            self._left_over = not unread.empty
+            if not self._left_over:
+                del self._due[choice]
+            return [] if item is None else [item]
         items, left = [], self._turn_tokens
         # A failure ends all choices of the answer, after all that the other choices have said.
         for unread in sorted(self._due.values(), key=attrgetter("failed")):
