@@ -44,7 +44,8 @@ _LARGE = "8B-shaped"
 _LARGE_STEPS = Steps(batches=(1, 64), contexts=(1024,), chunks=(1024, 8192))
 _NOTES = (
     "medians; TPOT is a step and the greedy choice of its tokens, without HTTP",
-    "plain torch is torch.nn.functional.linear on the same shapes with random weights, a different one in every layer",
+    "plain torch is torch.nn.functional.linear on the same shapes with random weights, a different one in every layer; "
+    "where torch multiplies the model's numbers one by one, as bf16 without AVX-512, it and the limit are in fp32",
     "roofline: bytes are the weights in the form in which they are multiplied and the KV read (prefill: written); the "
     "limits are the faster of copy and triad, and the rate of a large product of the same numbers",
     "experts: the bytes are those of the experts to which random logits send the tokens",

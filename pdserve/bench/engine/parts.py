@@ -73,6 +73,11 @@ def _finish(device: torch.device) -> None:
 
 _SIDE = {"cpu": 2048, "cuda": 8192}
 """The side of the square matrices, which are large enough for arithmetic to be the limit."""
+_PROBE_SIDE = 256
+"""The side of those that show whether a CPU can multiply a number format."""
+_PROBE_S = 0.02
+_ONE_BY_ONE = 20.0
+"""Products that take so many times as long as in fp32 are made number by number: usually it is some 400 times."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +90,10 @@ class Hardware:
     triad_bytes_per_s: float
     """The bytes of ``a = b + s * c``: two of three are read."""
     flops: float
-    """The rate of a large matrix product in the model's dtype."""
+    """The rate of a large matrix product in the model's dtype, or in fp32 where that is faster (``product_dtype``)."""
     byte_ops: float = math.nan
-    """The rate of a large product of bytes, if it was measured: weights in blocks are multiplied as such."""
+    """The rate of a large product of bytes, if it was measured: weights in blocks are multiplied as such. It is that of
+    numbers in fp32 where that is higher."""
 
     @property
     def bytes_per_s(self) -> float:
@@ -113,15 +119,35 @@ def measure(
     copy_s = seconds_of(lambda: target.copy_(source), device, budget_s)
     triad_s = seconds_of(lambda: torch.add(source, other, alpha=3.0, out=target), device, budget_s)
     side = _SIDE[device.type]
-    left = torch.randn(side, side, device=device).to(dtype)
-    product_s = seconds_of(lambda: left @ left, device, budget_s)
-    byte_ops = 2 * side**3 / _byte_product_s(side, device, budget_s) if byte_products else math.nan
+    product_s = seconds_of(_product(side, device, product_dtype(dtype, device)), device, budget_s)
+    byte_ops = math.nan
+    if byte_products:
+        byte_s = seconds_of(_product(side, device, product_dtype(torch.int8, device)), device, budget_s)
+        byte_ops = 2 * side**3 / byte_s
     return Hardware(device, 2 * source.nbytes / copy_s, 3 * source.nbytes / triad_s, 2 * side**3 / product_s, byte_ops)
 
 
-def _byte_product_s(side: int, device: torch.device, budget_s: float) -> float:
-    left = torch.randint(-127, 128, (side, side), dtype=torch.int8, device=device)
-    return seconds_of(lambda: torch._int_mm(left, left), device, budget_s)
+def product_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """Returns ``dtype``, or fp32 if this device's own products of such matrices are far slower than those of fp32.
+
+    A CPU without instructions for bf16 or bytes multiplies them one by one in torch, hundreds of times slower. The
+    compiled kernels make fp32 of them there, too. A small product shows which it is.
+    """
+    if device.type != "cpu" or dtype == torch.float32:
+        return dtype
+    own_s, fp32_s = (
+        seconds_of(_product(_PROBE_SIDE, device, kind), device, _PROBE_S) for kind in (dtype, torch.float32)
+    )
+    return torch.float32 if own_s > _ONE_BY_ONE * fp32_s else dtype
+
+
+def _product(side: int, device: torch.device, dtype: torch.dtype) -> Callable[[], object]:
+    """Returns a call that multiplies two square matrices."""
+    if dtype == torch.int8:
+        numbers = torch.randint(-127, 128, (side, side), dtype=torch.int8, device=device)
+        return lambda: torch._int_mm(numbers, numbers)
+    left = torch.randn(side, side, device=device).to(dtype)
+    return lambda: left @ left
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,6 +268,7 @@ class LinearStack:
         layer_bytes = sum(product.parameters for product in products.layers[0]) * dtype.itemsize
         distinct = min(len(products.layers), -(-DISTINCT_BYTES // layer_bytes))
         self._device = device
+        self._plain_dtype = product_dtype(dtype, device)
         self._plain: list[Linear] = []
         self._kernel: list[Linear] = []
         self._inputs: list[int] = []
@@ -252,7 +279,7 @@ class LinearStack:
             for place, product in enumerate(layer):
                 key = (number, place, product)
                 if key not in made:
-                    made[key] = _linears(product, kernels, dtype, device, block_kernels)
+                    made[key] = _linears(product, kernels, dtype, device, block_kernels, self._plain_dtype)
                 plain, kernel = made[key]
                 self._plain.append(plain)
                 self._kernel.append(kernel)
@@ -260,16 +287,16 @@ class LinearStack:
         self._dtype = dtype
 
     def plain_s(self, rows: int, budget_s: float) -> float:
-        """Returns the time of ``torch.nn.functional.linear`` for all products."""
-        return self._time(self._plain, rows, budget_s)
+        """Returns the time of ``torch.nn.functional.linear`` for all products, in the ``product_dtype``."""
+        return self._time(self._plain, rows, budget_s, self._plain_dtype)
 
     def kernel_s(self, rows: int, budget_s: float) -> float:
         """Returns the time of the kernel set's own products, which have packed weights on a CPU."""
-        return self._time(self._kernel, rows, budget_s)
+        return self._time(self._kernel, rows, budget_s, self._dtype)
 
     @torch.inference_mode()
-    def _time(self, linears: Sequence[Linear], rows: int, budget_s: float) -> float:
-        inputs = {size: random_weight((rows, size), self._dtype, self._device) for size in set(self._inputs)}
+    def _time(self, linears: Sequence[Linear], rows: int, budget_s: float, dtype: torch.dtype) -> float:
+        inputs = {size: random_weight((rows, size), dtype, self._device) for size in set(self._inputs)}
 
         def call() -> None:
             for linear, size in zip(linears, self._inputs, strict=True):
@@ -279,16 +306,22 @@ class LinearStack:
 
 
 def _linears(
-    product: Product, kernels: Kernels, dtype: torch.dtype, device: torch.device, block_kernels: BlockKernels | None
+    product: Product,
+    kernels: Kernels,
+    dtype: torch.dtype,
+    device: torch.device,
+    block_kernels: BlockKernels | None,
+    plain_dtype: torch.dtype,
 ) -> tuple[Linear, Linear]:
-    """Returns a product in plain torch, and with a kernel set."""
+    """Returns a product in plain torch, whose weight has the ``plain_dtype``, and with a kernel set."""
     weight = random_weight((product.outputs, product.inputs), dtype, device)
+    plain = _Plain(weight.to(plain_dtype))
     if product.format is None:
-        return _Plain(weight), kernels.linear(weight)
+        return plain, kernels.linear(weight)
     assert block_kernels is not None
     row_bytes = product.inputs // product.format.elements * product.format.block_bytes
     blocks = torch.full((product.outputs, row_bytes), _ANY_BYTE, dtype=torch.uint8)
-    return _Plain(weight), block_kernels.block_linear(BlockWeight(product.format, blocks))
+    return plain, block_kernels.block_linear(BlockWeight(product.format, blocks))
 
 
 @dataclass(frozen=True, slots=True)
