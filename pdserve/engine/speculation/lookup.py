@@ -7,7 +7,8 @@ occur is the *source*. While the answer goes on as the source does, it stays the
 Each new token says whether the source was right, also where nothing was drafted: so what a draft is worth is known
 before one is paid for. A guess is the better the longer the text that led to it.
 
-Reading a token and guessing one take constant time, and an index has about 100 bytes for each token.
+Reading a token and guessing one take constant time, and an index has less than 200 bytes for each token. All answers
+to one prompt share the index of that.
 """
 
 from __future__ import annotations
@@ -33,16 +34,38 @@ def _kind(matched: int) -> int:
     return sum(matched >= least for least in _LONG_MATCHES)
 
 
+class PromptText:
+    """The index of a prompt without its last token."""
+
+    __slots__ = ("_num_read", "last_place")
+
+    def __init__(self) -> None:
+        self._num_read = 0
+        self.last_place: dict[tuple[int, ...], int] = {}
+        """The place behind the latest occurrence of each run of ``LEAST_MATCH`` tokens."""
+
+    def read(self, tokens: Sequence[int], num_prompt_tokens: int) -> bool:
+        """Reads what is new of a prompt. Returns whether all is read; the rest is read in the next call."""
+        left = num_prompt_tokens - 1 - self._num_read
+        if left > 0:
+            first, end = max(0, self._num_read - LEAST_MATCH + 1), self._num_read + min(left, READ_AT_ONCE)
+            part = tokens[first:end]
+            runs = zip(*(part[offset:] for offset in range(LEAST_MATCH)), strict=False)
+            self.last_place.update(zip(runs, range(first + LEAST_MATCH, end + 1), strict=False))
+            self._num_read = end
+        return left <= READ_AT_ONCE
+
+
 class OwnText:
     """The index of one request's tokens, which are only ever appended to, and the source of its next ones."""
 
-    __slots__ = ("_last_place", "_num_read", "_rates", "_source", "matched")
+    __slots__ = ("_last_place", "_num_read", "_rates", "_source", "matched", "prompt")
 
-    def __init__(self, rates: Rates) -> None:
+    def __init__(self, rates: Rates, prompt: PromptText) -> None:
         """``rates`` are those of the engine, by kinds of matches (``FIRST_RATES``)."""
-        self._rates = rates.of_request()
+        self._rates, self.prompt = rates.of_request(), prompt
         self._last_place: dict[tuple[int, ...], int] = {}
-        """The place behind the latest occurrence of each run of ``LEAST_MATCH`` tokens."""
+        """As that of the prompt, of runs that end behind it."""
         self._num_read = 0
         self._source: int | None = None
         """The place of the token that is guessed to come next; None if there is none."""
@@ -54,11 +77,10 @@ class OwnText:
 
         The rest is read in the next call.
         """
-        if self._num_read < num_prompt_tokens - 1:
-            # Only what leads to the answer's tokens tells how good guesses are.
-            self._index(tokens, min(num_prompt_tokens - 1, self._num_read + READ_AT_ONCE))
-            if self._num_read < num_prompt_tokens - 1:
-                return False
+        if not self.prompt.read(tokens, num_prompt_tokens):
+            return False
+        # Only what leads to the answer's tokens tells how good guesses are.
+        self._num_read = max(self._num_read, num_prompt_tokens - 1)
         end = min(len(tokens), self._num_read + READ_AT_ONCE)
         for place in range(self._num_read, end):
             self._follow(tokens, place)
@@ -79,13 +101,6 @@ class OwnText:
             guessed.append(guessed[place - (len(tokens) - self._source)])
         return guessed
 
-    def _index(self, tokens: Sequence[int], end: int) -> None:
-        first = max(0, self._num_read - LEAST_MATCH + 1)
-        part = tokens[first:end]
-        runs = zip(*(part[offset:] for offset in range(LEAST_MATCH)), strict=False)
-        self._last_place.update(zip(runs, range(first + LEAST_MATCH, end + 1), strict=False))
-        self._num_read = end
-
     def _follow(self, tokens: Sequence[int], place: int) -> None:
         """Reads the token at ``place``, and finds the source of the one behind it."""
         if self._source is not None:
@@ -96,8 +111,10 @@ class OwnText:
         if end < LEAST_MATCH:
             return
         run = tuple(tokens[end - LEAST_MATCH : end])
-        if self._source is None and (found := self._last_place.get(run)) is not None:
-            self._source, self.matched = found, _matched(tokens, found, end)
+        if self._source is None:
+            found = self._last_place.get(run) or self.prompt.last_place.get(run)
+            if found is not None:
+                self._source, self.matched = found, _matched(tokens, found, end)
         self._last_place[run] = end
 
 

@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
+
+import msgspec
 
 from pdserve.config import Batching, SchedulerConfig, Speculate
 from pdserve.engine.kv_cache.block_tables import BlockTables
@@ -22,7 +24,7 @@ from pdserve.engine.request import Request
 from pdserve.engine.scheduling.batch_plan import BatchPlan
 from pdserve.engine.scheduling.request_limits import StopRule
 from pdserve.engine.scheduling.step_budget import StepBudget
-from pdserve.engine.speculation.lookup import FIRST_RATES, OwnText
+from pdserve.engine.speculation.lookup import FIRST_RATES, OwnText, PromptText
 from pdserve.engine.speculation.model_drafts import ModelDrafts, first_rates
 from pdserve.engine.speculation.rates import Rates
 
@@ -91,7 +93,7 @@ class Speculation:
             work = plan.work[each.place]
             request = work.request
             if count and self._has_blocks(request, count, len(plan.work)):
-                plan.work[each.place] = replace(work, drafts=tuple(each.tokens[:count]))
+                plan.work[each.place] = msgspec.structs.replace(work, drafts=tuple(each.tokens[:count]))
                 budget.spend_rows(count, count * len(request.token_ids))
 
     def is_hopeful(self, requests: Iterable[Request]) -> bool:
@@ -193,13 +195,19 @@ class Speculation:
     def _sources(self, request: Request) -> Iterator[_Source]:
         """Yields what may guess the request's next tokens."""
         if self._by_text:
-            if request.own_text is None:
-                request.own_text = OwnText(self._text_rates)
-            if request.own_text.read(request.token_ids, request.num_prompt_tokens) and request.own_text.matched:
-                yield request.own_text
+            text = self._own_text(request)
+            if text.read(request.token_ids, request.num_prompt_tokens) and text.matched:
+                yield text
         if request.model_drafts is not None:
             request.model_drafts.read(request.token_ids)
             yield request.model_drafts
+
+    def _own_text(self, request: Request) -> OwnText:
+        if request.own_text is None:
+            parent = request.parent
+            prompt = PromptText() if parent is None else self._own_text(parent).prompt
+            request.own_text = OwnText(self._text_rates, prompt)
+        return request.own_text
 
     @staticmethod
     def _chances(source: _Source, tokens: Sequence[int], count: int) -> tuple[Sequence[int], list[float]]:
