@@ -267,8 +267,8 @@ class Scheduler:
             if not faulty:
                 # Otherwise no block is given back, or found again, before all of them are cleared.
                 final = work.num_tokens
-                if awaited:
-                    final = work.num_final_tokens(waits=True, keeps_states=self._blocks.keeps_states)
+                if awaited or work.drafts:
+                    final = work.num_final_tokens(waits=bool(awaited), keeps_states=self._blocks.keeps_states)
                 self._blocks.computed(request, request.num_computed_tokens + final)
             if work.drafts and drafted is not None and not faulty:
                 failed += self._take_with_drafts(work, taken[0][1], drafted, now)
