@@ -158,7 +158,7 @@ def launch(runner: StepRunner, plan: BatchPlan, eos_token_ids: Set[int], on_devi
     sources = [place for place, requests in zip(places, sampled, strict=False) for _ in requests]
     num_sampled = len(rows)
     drafted = {work.request: place + 1 for work, place in zip(plan.work, places, strict=False) if work.drafts}
-    for work in plan.work:
+    for work in plan.work if drafted else ():
         if work.drafts and not looks_back(work.request):
             rows += [SamplingRow.after_unknown(work.request, number) for number in range(1, len(work.drafts) + 1)]
             sources += range(drafted[work.request], drafted[work.request] + len(work.drafts))

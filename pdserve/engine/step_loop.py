@@ -122,7 +122,7 @@ class StepWatch:
 
     def count(self, plan: BatchPlan) -> None:
         """Counts the tokens of a step."""
-        tokens = sum([work.num_rows for work in plan.work])
+        tokens = sum([work.num_tokens + len(work.drafts) for work in plan.work])
         prompts = [work for work in plan.work if work.request.num_computed_tokens < work.request.num_prompt_tokens]
         self._computed_prompt_tokens += sum(work.num_tokens for work in prompts)
         self._tokens += tokens

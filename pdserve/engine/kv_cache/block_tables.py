@@ -113,7 +113,10 @@ class BlockTables:
 
     def missing_for(self, request: Request, tokens: int) -> list[int]:
         """Returns how many blocks of each group a request needs at most up to ``tokens`` tokens beside those it has."""
-        table, most = request.block_table, self._pool.most_blocks(tokens)
+        table = request.block_table
+        if not self._pool.bounded:
+            return [max(0, self._pool.blocks_for(tokens) - len(table))]
+        most = self._pool.most_blocks(tokens)
         held = table.num_bounded() or [0] * len(most)
         bounded = [max(0, blocks - has) for blocks, has in zip(most, held, strict=True)]
         return [max(0, self._pool.blocks_for(tokens) - len(table)), *bounded]

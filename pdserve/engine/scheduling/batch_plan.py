@@ -172,13 +172,13 @@ class BatchPlan:
     @property
     def num_decoding(self) -> int:
         """Returns the number of rows of single tokens: of requests of which one is computed, and of their drafts."""
-        return sum([work.num_rows for work in self.work if work.num_tokens == 1])
+        return sum([1 + len(work.drafts) for work in self.work if work.num_tokens == 1])
 
     @property
     def context_tokens(self) -> int:
         """Returns the number of tokens that those rows' contexts have together."""
-        rows = [(work.num_rows, work.request.num_computed_tokens + 1) for work in self.work if work.num_tokens == 1]
-        return sum([count * context for count, context in rows])
+        works = [work for work in self.work if work.num_tokens == 1]
+        return sum([(1 + len(work.drafts)) * (work.request.num_computed_tokens + 1) for work in works])
 
     @property
     def prompt_context(self) -> float:

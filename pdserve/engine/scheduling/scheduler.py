@@ -187,7 +187,8 @@ class Scheduler:
         if self.counters.preemptions == preemptions or not plan.work:
             self._admit(plan, budget, now)
         self.speculation.add_drafts(plan, budget)
-        plan.work.sort(key=lambda work: work.is_chunk)
+        if any(work.num_tokens > 1 for work in plan.work):
+            plan.work.sort(key=lambda work: work.is_chunk)
         plan.refused.extend(self._orders_without_blocks())
         return plan
 
@@ -257,6 +258,12 @@ class Scheduler:
         failed = []
         for work in plan.work:
             request, taken = work.request, [(member, next(tokens)) for member in work.sampled_requests]
+            if len(taken) == 1 and taken[0][1] is not None and not (work.drafts or request.children):
+                # As nearly always: the request's own next token.
+                self._blocks.computed(request, request.num_computed_tokens + work.num_tokens)
+                self.accept_token(request, taken[0][1], now)
+                self.finish_if_resumed_over(request)
+                continue
             missing = [member for member, token in taken if token is None]
             awaited, refused = list[Request](), list[Request]()
             if missing:
