@@ -21,7 +21,7 @@ import zmq
 from llguidance import LLTokenizer
 
 from pdserve.bench.report import Better, Figure, Row, Unit
-from pdserve.config import SchedulerConfig, TargetsConfig, TransferConfig
+from pdserve.config import SchedulerConfig, Speculate, TargetsConfig, TransferConfig
 from pdserve.engine.api_channel import ApiChannel
 from pdserve.engine.kv_cache.block_manager import BlockManager
 from pdserve.engine.kv_connector.connector import NoTransferConnector
@@ -191,7 +191,10 @@ def _measured(requests: int, context: int, path: HostPath, block_size: int) -> _
     kind = TellingRunner if path is HostPath.RANKS else IdleRunner
     runner = kind(requests, context + _ANSWER, block_size)
     blocks = BlockManager(requests * -(-(context + _ANSWER) // block_size), block_size)
-    config = SchedulerConfig(max_num_seqs=requests, max_num_batched_tokens=requests * context)
+    # All tokens are equal: each step would draft as many as it may.
+    config = SchedulerConfig(
+        max_num_seqs=requests, max_num_batched_tokens=requests * context, speculation=Speculate.OFF
+    )
     step_cost = StepCost()
     targets = LatencyTargets(TargetsConfig(), step_cost, Role.MIXED)
     with zmq.Context() as zmq_context, closing(WakeUp()) as wake_up:
