@@ -1,7 +1,7 @@
 """Guesses the next tokens of an answer from the request's own text.
 
 Where the last tokens of prompt and answer have occurred before, what followed them there may follow again: in code that
-is edited, JSON that is filled in, quotes, lists. The last three tokens are looked up, and the latest place where they
+is edited, JSON that is filled in, quotes, lists. The last two tokens are looked up, and the latest place where they
 occur is the *source*. While the answer goes on as the source does, it stays the source, however long that is.
 
 Each new token says whether the source was right, also where nothing was drafted: so what a draft is worth is known
@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 from pdserve.engine.speculation.rates import Rates
 
-LEAST_MATCH = 3
+LEAST_MATCH = 2
 """So many tokens have to agree with a place for that to be a source."""
 MOST_COMPARED = 16
 """The tokens before a source are compared so far, to say how long the text is that led to it."""
