@@ -45,6 +45,7 @@ MAX_KEY_CHARS = 255
 KEY_HEADER = b"idempotency-key"
 EVENT_HEADER = b"last-event-id"
 
+_OK = RelayOutcome.OK
 _KEY = re.compile(rf"[\x20-\x7e]{{1,{MAX_KEY_CHARS}}}")
 
 log = logging.getLogger(__name__)
@@ -113,19 +114,30 @@ class RelayedRoutes:
             log.exception("request_id=%s failed inside the proxy", relayed.request_id)
             await _refuse(relayed, request, internal_error("proxy"), RelayOutcome.FAILED)
         else:
-            await _respond(relayed, request, result, turn)
+            if isinstance(result, CompleteResponse):
+                await _respond_whole(relayed, request, result, turn)
+            else:
+                await _respond(request, result, turn)
 
     async def _forward(
         self, relayed: RelayedRequest, request: HttpRequest, turn: StoredTurn | None
     ) -> CompleteResponse | StreamedResponse:
-        credentials = request.header(b"authorization"), request.header(b"x-api-key")
-        caller, cache_owner = self._keys.caller(*credentials), self._cache_owner(credentials)
+        credentials: tuple[str | None, str | None] = None, None
+        caller, cache_owner = ANONYMOUS, b""
+        if self._keys:
+            credentials = request.header(b"authorization"), request.header(b"x-api-key")
+            caller, cache_owner = self._keys.caller(*credentials), self._cache_owner(credentials)
         if request.method != "GET":
             request.check_body_form()
         # A place among the requests under way is taken when the body is there, so a slow sender keeps no other out.
         # Only this call and the journal of a stream keep the body: it is gone while an answer in one piece leaves.
         with self._bodies.hold(caller, request.address) as held:
-            data = await request.body(self._max_body_bytes, held)
+            whole = request.take_body(self._max_body_bytes)
+            if whole is None:
+                data = await request.body(self._max_body_bytes, held)
+            else:
+                data = whole
+                held.add(len(data))
             if request.method == "GET":
                 data = msgspec.json.encode({"model": model_in_query(request.query)})
             body = read_body(data) if len(data) <= LARGE_BYTES else await self._read_large(data)
@@ -135,7 +147,10 @@ class RelayedRoutes:
                     param="priority",
                     code="unsupported_parameter",
                 )
-            keep = self._keep(request, data, credentials)
+            fields = request.fields
+            keep = None
+            if KEY_HEADER in fields or EVENT_HEADER in fields:
+                keep = self._keep(request, data, credentials)
             if turn is not None:
                 body = await turn.begin(self._keys.owner(*credentials), body, held)
             relayed.queued()
@@ -144,6 +159,7 @@ class RelayedRoutes:
                 deadline_s=relayed.remaining_s,
                 client=_short(caller, request.address),
                 cache_owner=cache_owner,
+                answer=self._relay.new_identity(request.path),
                 storing=None if turn is None else turn.storing,
                 keep=keep,
             )
@@ -158,9 +174,9 @@ class RelayedRoutes:
 
     def _keep(self, request: HttpRequest, data: bytes, credentials: tuple[str | None, str | None]) -> Keep | None:
         """Returns how a node stores the answer for a client that may ask again. Raises InvalidRequest."""
-        key, last_event = request.header(KEY_HEADER), request.header(EVENT_HEADER)
-        if (key is None and last_event is None) or request.path not in COMPLETION_ROUTES:
+        if request.path not in COMPLETION_ROUTES:
             return None
+        key, last_event = request.header(KEY_HEADER), request.header(EVENT_HEADER)
         return wanted_keep(key, last_event, self._keys.owner(*credentials), request.path, data)
 
     async def _read_large(self, data: bytes) -> GenerationBody:
@@ -182,18 +198,19 @@ def _cache_owner(owner: str) -> bytes:
     return digest(b"cache owner", owner.encode(errors="replace"))
 
 
-async def _respond(
-    relayed: RelayedRequest, request: HttpRequest, result: CompleteResponse | StreamedResponse, turn: StoredTurn | None
+async def _respond_whole(
+    relayed: RelayedRequest, request: HttpRequest, result: CompleteResponse, turn: StoredTurn | None
 ) -> None:
-    if isinstance(result, CompleteResponse):
-        # From here on a cut lets the answer out that has come, also while the store takes it.
-        relayed.begin_relaying(result.status)
-        if turn is not None:
-            await turn.keep_whole(result.status, result.body)
-        await request.respond(result.status, result.headers, result.body)
-        relayed.relayed_bytes = len(result.body)
-        relayed.end(_outcome(result.status))
-        return
+    # From here on a cut lets the answer out that has come, also while the store takes it.
+    relayed.begin_relaying(result.status)
+    if turn is not None:
+        await turn.keep_whole(result.status, result.body)
+    await request.respond(result.status, result.headers, result.body)
+    relayed.relayed_bytes = len(result.body)
+    relayed.end(_outcome(result.status))
+
+
+async def _respond(request: HttpRequest, result: StreamedResponse, turn: StoredTurn | None) -> None:
     if turn is not None:
         await _respond_stored(request, result, turn)
         return
@@ -207,9 +224,9 @@ async def _respond(
 
 def _outcome(status: int) -> RelayOutcome:
     """Returns how a request has ended that a node has answered in one piece."""
-    if status == DeadlineExceeded.status:
-        return RelayOutcome.TIMED_OUT
-    return RelayOutcome.OK if status < 400 else RelayOutcome.REFUSED
+    if status < 400:
+        return _OK
+    return RelayOutcome.TIMED_OUT if status == DeadlineExceeded.status else RelayOutcome.REFUSED
 
 
 async def _respond_stored(request: HttpRequest, result: StreamedResponse, turn: StoredTurn) -> None:

@@ -198,9 +198,9 @@ PUT_BACK = (
         "the first byte is that of the node that was busy",
         105,
         f"{RELAY}.relay",
-        "read_complete",
-        "elif body and response.status not in REFUSALS:",
-        "elif body:",
+        "take_complete",
+        "if body and response.status not in REFUSALS:",
+        "if body:",
         (
             Change(
                 f"{RELAY}.relayed_request.RelayedRequest",

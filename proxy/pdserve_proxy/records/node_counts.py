@@ -61,11 +61,11 @@ class NodeCounts:
 
     def began(self, node: NodeInfo) -> None:
         """Counts an attempt at ``node``."""
-        self._of(node.name).requests += 1
+        (self._labelled.get(node.name) or self._of(node.name)).requests += 1
 
     def answered(self, node: NodeInfo, first_byte_s: float) -> None:
         """Counts the first byte of a body, so many seconds after the attempt began."""
-        self._of(node.name).first_bytes.observe(first_byte_s)
+        (self._labelled.get(node.name) or self._of(node.name)).first_bytes.observe(first_byte_s)
 
     def failed(self, node: NodeInfo, kind: NodeFailure) -> None:
         self._of(node.name).failures[kind] += 1

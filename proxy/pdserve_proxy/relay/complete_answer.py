@@ -50,10 +50,19 @@ async def read_complete(relayed: RelayedRequest, response: NodeResponse) -> Comp
 
     Raises NodeLost, and BadUpstream if it is too large.
     """
+    answer = take_complete(relayed, response)
+    if answer is None:
+        body = await _read_all(relayed, response)
+        answer = CompleteResponse(response.status, relayed_headers(response.headers), body)
+    return answer
+
+
+def take_complete(relayed: RelayedRequest, response: NodeResponse) -> CompleteResponse | None:
+    """Returns the complete response if all of it has come with its head, as most have; None if not."""
     body = response.take_complete()
     if body is None:
-        body = await _read_all(relayed, response)
-    elif body and response.status not in REFUSALS:
+        return None
+    if body and response.status not in REFUSALS:
         relayed.got_byte()
     return CompleteResponse(response.status, relayed_headers(response.headers), body)
 

@@ -53,6 +53,7 @@ from pdserve_proxy.relay.complete_answer import (
     JournaledAnswer,
     read_complete,
     relayed_headers,
+    take_complete,
 )
 from pdserve_proxy.relay.dispatch import Dispatch, NodeRequest, TicketSigner
 from pdserve_proxy.relay.event_stream import EventStream
@@ -97,6 +98,8 @@ class Relay:
         self._trust = trust
         self._config = config
         self._timeout_s = config.request.timeout_s
+        self._resume_wait_s = config.relay.resume_wait_s
+        self._resumes_answers = config.relay.resume is not Switch.OFF
         self._registry = registry
         self._attempts = attempts
         self._tickets = tickets
@@ -108,6 +111,7 @@ class Relay:
         self._tracing.lanes.live = self._live_lanes
 
     async def __aenter__(self) -> Self:
+        self._loop = asyncio.get_running_loop()  # once: each call costs a system call
         relay = self._config.relay
         self._pool = NodePool(
             connect_timeout_s=relay.connect_timeout_s, max_connections=relay.max_connections, trust=self._trust
@@ -165,13 +169,12 @@ class Relay:
         Raises RequestError if no node gives a response.
         """
         self._suspects.check(request.path, request.body.data, request.terms.client)
-        request = self._with_identity(request)
         model = requested_model(self._registry.serving(), request.body.model)
         key = request.terms.keep.key if request.terms.keep is not None else b""
         # The same prompt of another owner is another one for prefix caches.
         query = RouteQuery(model, request.terms.cache_owner + request.body.prompt_start, key)
         asks_again = request.terms.keep is not None and request.terms.keep.after is not None
-        rule, loop = AttemptRule(self._config.relay.resume_wait_s, asks_again=asks_again), asyncio.get_running_loop()
+        rule, loop = AttemptRule(self._resume_wait_s, asks_again=asks_again), self._loop
 
         def choose(tried: frozenset[bytes]) -> Route:
             return self._dispatch.choose(relayed, query, tried, request.body.answers)
@@ -229,7 +232,7 @@ class Relay:
             return lost(node.name, exc)
         relayed.own_response(response)
         try:
-            content_type, journal_bytes = response.content_type, 0
+            content_type, journal_bytes = media_type(response.headers), 0
             keep = request.terms.keep
             if keep is not None and (replay := read_replay(response.headers.get(KEPT_HEADER))) is not None:
                 # Another node goes on with this answer, which has an identity since it was asked for first.
@@ -238,7 +241,7 @@ class Relay:
                 return await self._stream(relayed, request, query, response, journal_bytes)
             if content_type == JOURNALED_ANSWER:
                 return await self._journaled_answer(relayed, request, query, response)
-            answer = await read_complete(relayed, response)
+            answer = take_complete(relayed, response) or await read_complete(relayed, response)
             if answer.status == Gone.status and keep is not None:
                 return no_stored_answer(node.name, answer)
             if answer.status == PrefillLost.status:
@@ -298,11 +301,11 @@ class Relay:
             relayed.own_journal(None)
         return judged(relayed.decode_name, answer, media_type(answer.headers))
 
-    def _with_identity(self, request: NodeRequest) -> NodeRequest:
-        """Returns ``request`` with an identity of its answer, if there is one that other nodes may go on with."""
-        if self._config.relay.resume is Switch.OFF or request.path not in COMPLETION_ROUTES:
-            return request
-        return request.with_terms(answer=AnswerIdentity(new_id(), int(time.time())))
+    def new_identity(self, path: str) -> AnswerIdentity | None:
+        """Returns the identity for the answer to a request to ``path``; None if no other node may go on with it."""
+        if not self._resumes_answers or path not in COMPLETION_ROUTES:
+            return None
+        return AnswerIdentity(new_id(), int(time.time()))
 
     def _node_lost(self, node: NodeInfo) -> None:
         self._counts.nodes.failed(node, NodeFailure.LOST)

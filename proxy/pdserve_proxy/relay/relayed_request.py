@@ -37,6 +37,7 @@ CUT_GRACE_S = 5.0
 """Seconds that a client has for the bytes that are left, after the proxy has cut its request short."""
 
 
+_LEAST_S = 0.001
 MAX_PAUSES = 16
 """The number of pauses of one answer that are remembered."""
 
@@ -212,7 +213,8 @@ class RelayedRequest:
     @property
     def remaining_s(self) -> float:
         """Seconds to the deadline; always above 0, since a node refuses a deadline of 0."""
-        return max(self._deadline_s - time.monotonic(), 0.001)
+        left_s = self._deadline_s - time.monotonic()
+        return left_s if left_s > _LEAST_S else _LEAST_S
 
     @property
     def resuming(self) -> bool:
@@ -295,7 +297,8 @@ class RelayedRequest:
 
     def release_place(self) -> None:
         """Leaves its place to others and ends its attempt: it waits for a node, and nothing is computed for it."""
-        self._end_attempt()
+        if self._attempt is not None:
+            self._end_attempt()
         release, self._leave_place = self._leave_place, None
         if release is not None:
             release()
@@ -323,7 +326,8 @@ class RelayedRequest:
 
     def begin_attempt(self, route: Route, attempt: Attempt) -> None:
         """Ends the attempt before this one, if there is one, and begins ``attempt``."""
-        self._end_attempt()
+        if self._attempt is not None:
+            self._end_attempt()
         if self._attempt_began_s is not None:
             self.attempt_failed("")
         self.route, self._attempt = route, attempt

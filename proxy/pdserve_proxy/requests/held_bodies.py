@@ -144,7 +144,8 @@ class HeldBody:
     def __exit__(
         self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.arrived()
+        if self._arriving:
+            self.arrived()
         if self._counted:
             counted, self._counted = self._counted, 0
             self._bodies.free(self._client, counted)

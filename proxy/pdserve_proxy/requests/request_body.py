@@ -31,6 +31,7 @@ MAX_FIELDS = 65_536
 MAX_HITS = 1000
 """The number of places in a body that are checked for an internal key."""
 
+_TRUE = msgspec.Raw(b"true")
 _MARKERS = tuple(b'"' + prefix.encode() for prefix in INTERNAL_PREFIXES)
 _BEFORE_STRINGS = b"{, \t\r\n"
 """The bytes that can precede the quotation mark that opens a key. Inside a string a backslash precedes it."""
@@ -95,7 +96,7 @@ def read_body(data: bytes) -> GenerationBody:
         if head.n or head.best_of:
             answers = min(prompts * max(_count(head.n), _count(head.best_of)), MAX_ANSWERS)
         priority = _priority(head.priority) if head.priority else 0
-        stream = bytes(head.stream) == b"true"
+        stream = head.stream == _TRUE
         return GenerationBody(own, head.model, stream, prompt_start, prompts, answers, priority)
     except msgspec.ValidationError as exc:
         raise InvalidRequest(f"request body: {exc}", param=_param(exc)) from exc
@@ -108,13 +109,20 @@ def read_body(data: bytes) -> GenerationBody:
 
 
 def _prompt_start(head: _Head) -> bytes:
-    parts = (head.system, head.instructions, head.messages or head.prompt or head.input)
-    return b"".join([bytes(memoryview(part)[:PROMPT_START_BYTES]) for part in parts])[:PROMPT_START_BYTES]
+    asked = _beginning(head.messages or head.prompt or head.input)
+    if not (head.system or head.instructions):
+        return asked
+    return (_beginning(head.system) + _beginning(head.instructions) + asked)[:PROMPT_START_BYTES]
+
+
+def _beginning(part: msgspec.Raw) -> bytes:
+    # A view spares a copy of all of a large value, and costs more than the copy of a small one.
+    return bytes(part) if len(part) <= PROMPT_START_BYTES else bytes(memoryview(part)[:PROMPT_START_BYTES])
 
 
 def _prompts(prompt: msgspec.Raw) -> int:
     """Returns the number of prompts in any of OpenAI's four forms: a string, token ids, or a list of either."""
-    text = bytes(memoryview(prompt)[:PROMPT_START_BYTES])
+    text = _beginning(prompt)
     if not text.startswith(b"["):
         return 1
     first = text[1:].lstrip()[:1]

@@ -47,6 +47,7 @@ from tests.proxy.journaling_nodes import (
 from tests.proxy.shared_proxy import SharedProxy
 from tests.terms import made_terms
 
+COMPLETIONS = "/v1/completions"
 ERROR = b"event: error\ndata: "
 
 
@@ -634,8 +635,9 @@ async def test_the_load_is_where_the_stream_is() -> None:
         task = asyncio.current_task()
         assert task is not None
         async with Relay(wanted, registry, attempts, tickets, counts, Trust()) as made:
-            with made.begin(task, "r", "/v1/completions") as relayed:
-                call = NodeRequest("/v1/completions", read_body(b'{"model": "m", "stream": true}'), None, made_terms())
+            with made.begin(task, "r", COMPLETIONS) as relayed:
+                terms = made_terms(answer=made.new_identity(COMPLETIONS))
+                call = NodeRequest(COMPLETIONS, read_body(b'{"model": "m", "stream": true}'), None, terms)
                 response = await made.forward(relayed, call)
                 assert isinstance(response, StreamedResponse)
                 assert response.body.first + await response.body.next(lambda _: False) == shown(2)
