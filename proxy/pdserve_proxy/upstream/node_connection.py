@@ -10,6 +10,7 @@ that came before a loss before it gets the loss.
 from __future__ import annotations
 
 import asyncio
+import functools
 import socket
 from collections.abc import Callable, Mapping
 
@@ -53,6 +54,20 @@ class NodeRefused(NodeUnreachable):
 class NodeResponse:
     """A node's response to one request, for one reader, who has to call ``close`` in the end."""
 
+    __slots__ = (
+        "_close",
+        "_error",
+        "_held",
+        "_loop",
+        "_on_room",
+        "_pieces",
+        "_relay",
+        "_waiter",
+        "complete",
+        "headers",
+        "status",
+    )
+
     def __init__(self, loop: asyncio.AbstractEventLoop, close: Callable[[NodeResponse], None]) -> None:
         self._loop = loop
         self._close = close
@@ -78,11 +93,6 @@ class NodeResponse:
         """Whether all of the body has been read."""
         return self.complete and not self._pieces
 
-    async def head(self) -> None:
-        """Waits for the status and the headers. Raises NodeLost."""
-        while not self.status:
-            await self._next_news()
-
     def take_complete(self) -> bytes | None:
         """Returns the body if all of it has come and none has been read, and otherwise None."""
         return self._take() if self.complete else None
@@ -98,7 +108,7 @@ class NodeResponse:
         self._relay = relay
         try:
             while not self._pieces and not self.complete:
-                await self._next_news()
+                await self.next_news()
                 if self._relay is not relay:
                     break
         finally:
@@ -107,8 +117,9 @@ class NodeResponse:
 
     def close(self) -> None:
         """Ends the response. A read that waits fails; bytes that have come can still be read."""
-        self.fail(NodeLost("the proxy closed the response"))
-        self._close(self)
+        if not self.complete:  # the connection has let go of one that is
+            self.fail(NodeLost("the proxy closed the response"))
+            self._close(self)
 
     def after_next(self, within_s: float, callback: Callable[[], None]) -> None:
         """Calls ``callback`` once: when the next bytes have been relayed, or ``within_s`` from now at the latest."""
@@ -163,7 +174,7 @@ class NodeResponse:
             on_room()
         return data
 
-    def _next_news(self) -> asyncio.Future[None]:
+    def next_news(self) -> asyncio.Future[None]:
         """Returns a future that is done when bytes have come or nothing more will. Raises NodeLost after a loss."""
         if self._error is not None:
             # A new error: the one that is kept would keep alive what its readers have in their frames, and they this.
@@ -173,11 +184,21 @@ class NodeResponse:
 
 
 class NodeConnection(asyncio.Protocol):
-    """A connection that calls ``on_free`` whenever it can take a request again, and ``on_lost`` when it is closed."""
+    """A connection that calls ``on_free`` whenever it can take a request again, and ``on_lost`` when it is closed.
 
-    def __init__(self, on_free: Callable[[NodeConnection], None], on_lost: Callable[[NodeConnection], None]) -> None:
+    It calls ``on_request`` when it has a request that ``send`` has to send soon.
+    """
+
+    def __init__(
+        self,
+        on_request: Callable[[NodeConnection], None],
+        on_free: Callable[[NodeConnection], None],
+        on_lost: Callable[[NodeConnection], None],
+    ) -> None:
+        self._on_request = on_request
         self._on_free = on_free
         self._on_lost = on_lost
+        self._unsent = b""
         self._loop = asyncio.get_running_loop()
         self._arrived: list[bytes] = []
         """The parts of a body that the parser has found in the bytes that it was given last."""
@@ -208,10 +229,17 @@ class NodeConnection(asyncio.Protocol):
             self._heard_s = self._loop.time()
             self._silence = PatientTimer(self._loop, silence_s, self._check_silence)
         if len(body) < SMALL_BYTES:
-            self._transport.write(head + body)
+            self._unsent = head + body
+            self._on_request(self)
         else:
             self._transport.writelines((head, body))
         return self._response
+
+    def send(self) -> None:
+        """Sends the request for which ``on_request`` was called, unless the connection is closed already."""
+        unsent, self._unsent = self._unsent, b""
+        if not self._transport.is_closing():
+            self._transport.write(unsent)
 
     def suspect(self) -> None:
         """Fails the response of a node that may be dead: a stream once it is silent, any other answer at once."""
@@ -331,7 +359,8 @@ class NodeConnection(asyncio.Protocol):
         if self._silence is not None:
             self._silence.cancel()
             self._silence = None
-        self._resume()
+        if self._paused:
+            self._resume()
 
     def _resume(self) -> None:
         if self._paused:
@@ -364,7 +393,12 @@ class NodeConnection(asyncio.Protocol):
 
 def media_type(headers: Mapping[str, str]) -> str:
     """Returns what these headers say of the type of a body, without its parameters."""
-    return headers.get("content-type", "").partition(";")[0].strip().lower()
+    return _without_parameters(headers.get("content-type", ""))
+
+
+@functools.lru_cache(maxsize=64)
+def _without_parameters(content_type: str) -> str:
+    return content_type.partition(";")[0].strip().lower()
 
 
 def _probe_other_side(connection: socket.socket) -> None:
