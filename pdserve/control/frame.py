@@ -130,7 +130,8 @@ T = TypeVar("T")
 
 def to_header(frame: bytes) -> str:
     """Returns a frame as the value of an HTTP header: base64url without padding."""
-    return base64.urlsafe_b64encode(frame).rstrip(b"=").decode("ascii")
+    encoded = binascii.b2a_base64(frame, newline=False)
+    return encoded.translate(_URL_SAFE).rstrip(b"=").decode("ascii")
 
 
 def from_header(value: str, max_chars: int) -> bytes:
@@ -163,18 +164,29 @@ class _Frame(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
 
 _frame_decoder = msgspec.msgpack.Decoder(_Frame)
 _encoder = msgspec.msgpack.Encoder()
+_BLOCK_BYTES = 64
+"""The block of SHA-256, to which HMAC pads a key."""
+_URL_SAFE = bytes.maketrans(b"+/", b"-_")
+_SIGNED = struct.Struct(">B16sQQ")
 
 
 class _Signer:
-    """Makes MACs with one secret for one channel. It hashes the key once, which is half the time of a short frame."""
+    """Makes MACs with one secret for one channel. It hashes the key once, which is half the time of a short frame.
+
+    It hashes by itself, as RFC 2104 says: the calls of Python's ``hmac`` are half of the other half.
+    """
 
     def __init__(self, secret: bytes, purpose: Purpose) -> None:
-        self._begun = hmac.new(secret, purpose.value + b"\0", hashlib.sha256)
+        key = secret if len(secret) <= _BLOCK_BYTES else hashlib.sha256(secret).digest()
+        padded = key.ljust(_BLOCK_BYTES, b"\0")
+        self._inner = hashlib.sha256(bytes(byte ^ 0x36 for byte in padded) + purpose.value + b"\0")
+        self._outer = hashlib.sha256(bytes(byte ^ 0x5C for byte in padded))
 
     def mac(self, version: int, sender: bytes, counter: int, sent_ms: int, body: bytes) -> bytes:
-        mac = self._begun.copy()
-        mac.update(struct.pack(">B16sQQ", version, sender, counter, sent_ms) + body)
-        return mac.digest()
+        inner, outer = self._inner.copy(), self._outer.copy()
+        inner.update(_SIGNED.pack(version, sender, counter, sent_ms) + body)
+        outer.update(inner.digest())
+        return outer.digest()
 
 
 class Secrets:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hmac
+import struct
+
 import msgpack
 import msgspec
 import pytest
@@ -58,6 +61,13 @@ def test_its_outside_is_plain_messagepack() -> None:
     version, sender, counter, sent_ms, body, mac = msgpack.unpackb(sealer(Clock()).seal(ACK))
     assert (version, sender, counter, sent_ms, len(mac)) == (1, BOOT, 1, 1_000_000_000, 32)
     assert msgpack.unpackb(body) == {"kind": "ack", "boot_id": BOOT, "known": True}
+
+
+@given(st.binary(min_size=1, max_size=130).filter(lambda secret: b"\n" not in secret))
+def test_its_mac_is_the_hmac_of_pythons_library(secret: bytes) -> None:
+    version, sender, counter, sent_ms, body, mac = msgpack.unpackb(sealer(Clock(), secret=secret).seal(ACK))
+    signed = b"discovery\0" + struct.pack(">B16sQQ", version, sender, counter, sent_ms) + body
+    assert mac == hmac.digest(secret, signed, "sha256")
 
 
 def test_any_changed_byte_is_refused() -> None:
