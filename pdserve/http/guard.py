@@ -30,6 +30,7 @@ import ssl
 import struct
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, ClassVar
+from urllib.parse import unquote
 
 import httptools
 import uvicorn
@@ -70,6 +71,8 @@ HTTP/1.0, or because its response has begun and has no chunks.
 MAX_ZEROS = 8
 """The most zeros before a chunk's size: clients take at least 16 digits."""
 
+_TICK_S = 0.001
+"""The resolution of the event loop's clock."""
 _BLANK = b"\r\n"
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 _ZERO = b"0"
@@ -182,6 +185,11 @@ class GuardedHttp(HttpToolsProtocol):
     """Whether the server ends: the head of the next response says that the connection does too."""
     _offers_upgrade = False
     """Whether the current head offers an upgrade and its body has not been looked at yet."""
+    _host: bytes | None = None
+    """The last value of a Host header that was found to be one."""
+    _waits_since_s = 0.0
+    _has_waited = False
+    """Whether the connection was found to have waited long enough, and is looked at once more before it is closed."""
     _half_closed_s = 0.0
     _asked_s = float("-inf")
     _zeros = 0
@@ -226,6 +234,7 @@ class GuardedHttp(HttpToolsProtocol):
         """Ends the connection now, or behind the response under way, or behind one more request."""
         self._stopping = True
         self.timeout_keep_alive = self.last_request_s
+        self._unset_keepalive_if_required()  # it is for a longer time
         cycle = self.cycle
         unaware = cycle and cycle.response_started and not cycle.response_complete and cycle.keep_alive
         if not (unaware and self.last_request_s):
@@ -233,13 +242,13 @@ class GuardedHttp(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         while data and self._phase is not _CLOSING and not self.transport.is_closing():
-            # Some clients end a body with one line too many. It neither begins a request nor keeps a connection.
-            if self._phase in (_WAITING, _ANSWERING) and not data.strip(_BLANK):
-                return
-            if self._phase is _ANSWERING:
-                self.cycle.keep_alive = False
-                return
-            if self._phase is _WAITING:
+            if self._phase is _WAITING or self._phase is _ANSWERING:
+                # Some clients end a body with one line too many. It neither begins a request nor keeps a connection.
+                if data[0] in _BLANK and not data.strip(_BLANK):
+                    return
+                if self._phase is _ANSWERING:
+                    self.cycle.keep_alive = False
+                    return
                 self._begin_head()
             room = self.max_head_bytes - self._idle_bytes if self._phase is _HEAD else len(data)
             piece, data = data[:room], data[room:]
@@ -285,7 +294,6 @@ class GuardedHttp(HttpToolsProtocol):
     def _feed(self, piece: bytes) -> None:
         before = self._phase
         self._idle_bytes += len(piece)
-        self._unset_keepalive_if_required()
         self._parse(piece)
         if self._phase is _HEAD and self._timer is None:  # most heads come in one piece
             self._start_timer(self.head_timeout_s)
@@ -316,7 +324,6 @@ class GuardedHttp(HttpToolsProtocol):
         self._phase = _HEAD
         self._offers_upgrade = False
         self._idle_bytes = 0
-        self._unset_keepalive_if_required()
 
     # ------------------------------------------------------------------ the parser's callbacks
 
@@ -326,11 +333,13 @@ class GuardedHttp(HttpToolsProtocol):
         if self._phase is _WAITING:  # it came in one read with a body whose response was over before
             self._begin_head()
         if self._phase is _HEAD:
-            super().on_message_begin()
+            self.url = b""
+            self.headers = []
+            self.expect_100_continue = False
 
     def on_url(self, url: bytes) -> None:
         if self._phase is _HEAD:
-            super().on_url(url)
+            self.url += url
             if len(self.url) > MAX_URL_BYTES:
                 self._refuse(414, f"the request's URL is above {MAX_URL_BYTES} bytes", "url_too_long")
 
@@ -340,31 +349,65 @@ class GuardedHttp(HttpToolsProtocol):
         if len(self.headers) >= MAX_HEADERS:
             self._refuse(431, f"a request may have {MAX_HEADERS} headers", "headers_too_large")
         else:
-            HttpToolsProtocol.on_header(self, name, value)  # super() would double its cost
+            name = name.lower()
+            if name == b"expect" and value.lower() == b"100-continue":
+                self.expect_100_continue = True
+            self.headers.append((name, value))
 
     def on_headers_complete(self) -> None:
         if self._phase is not _HEAD:
             return
-        version = self.parser.get_http_version()
-        flaw = self._flaw(version)
+        parser = self.parser
+        version, upgrade = parser.get_http_version(), parser.should_upgrade()
+        flaw = self._flaw(version, upgrade)
         if flaw is not None:
             self._refuse(*flaw)
-        else:
-            if version == "1.0":
-                self.expect_100_continue = False  # HTTP/1.0 does not have that answer
-            self._offers_upgrade = self.parser.should_upgrade()
-            super().on_headers_complete()
-            # This has to happen before the cycle's task begins to run.
-            self._outlet.begin(self.cycle)
-            if self._stopping:
-                self.cycle.keep_alive = False
-            if self.cross_origin.selects:
-                self.cycle.default_headers = self.cycle.default_headers + self.cross_origin.fields(self.headers)
-            self.cycle.transport = self._outlet  # type: ignore[assignment]  # a cycle uses no more of a transport
-            self.scope["extensions"] = {OUTLET: self._outlet}  # type: ignore[dict-item]  # pdserve's own, not ASGI's
+            return
+        self._offers_upgrade = upgrade
+        parsed = httptools.parse_url(self.url)
+        raw_path: bytes = parsed.path
+        path = raw_path.decode("ascii")
+        if "%" in path:
+            path = unquote(path)
+        outlet = self._outlet
+        self.scope = {
+            "type": "http",
+            "asgi": {"version": self.asgi_version, "spec_version": "2.3"},
+            "http_version": version,
+            "server": self.server,
+            "client": self.client,
+            "scheme": self.scheme,  # type: ignore[typeddict-item]  # None only before the connection is made
+            "method": parser.get_method().decode("ascii"),
+            "root_path": "",
+            "path": path,
+            "raw_path": raw_path,
+            "query_string": parsed.query or b"",
+            "headers": self.headers,
+            "state": self.app_state.copy(),
+            "extensions": {OUTLET: outlet},  # type: ignore[dict-item]  # pdserve's own, not ASGI's
+        }
+        fields = self.server_state.default_headers
+        cycle = self.cycle = RequestResponseCycle(
+            scope=self.scope,
+            transport=outlet,  # type: ignore[arg-type]  # a cycle uses no more of a transport
+            flow=self.flow,
+            logger=self.logger,
+            access_logger=self.access_logger,
+            access_log=self.access_log,
+            default_headers=fields + self.cross_origin.fields(self.headers) if self.cross_origin.selects else fields,
+            message_event=asyncio.Event(),
+            # HTTP/1.0 does not have that answer.
+            expect_100_continue=self.expect_100_continue and version != "1.0",
+            keep_alive=version != "1.0" and not self._stopping and parser.should_keep_alive(),
+            on_response=self.on_response_complete,
+        )
+        outlet.begin(cycle)
+        if self._timer is not None:
             self._stop_timer()
-            self._idle_bytes = self._pieces = self._body_bytes = 0
-            self._phase = _BODY
+        self._idle_bytes = self._pieces = self._body_bytes = 0
+        self._phase = _BODY
+        # A response before this one is over: bytes that come earlier are dropped. So nothing has to queue.
+        self._start_asgi_task(cycle, self.app)
 
     def on_body(self, body: bytes) -> None:
         if self._phase is _BODY:
@@ -374,63 +417,94 @@ class GuardedHttp(HttpToolsProtocol):
             if self._pieces > MAX_SMALL_PIECES and self._body_bytes < self._pieces * MIN_PIECE_BYTES:
                 self._refuse(400, f"the request's body is in pieces below {MIN_PIECE_BYTES} bytes", "body_in_pieces")
                 return
-            super().on_body(body)
+            cycle = self.cycle
+            if not cycle.response_complete:
+                cycle.body += body
+                if len(cycle.body) > HIGH_WATER_LIMIT:
+                    self.flow.pause_reading()
+                cycle.message_event.set()
 
     def on_message_complete(self) -> None:
         if self._phase is not _BODY or self._offers_upgrade:
             return
-        super().on_message_complete()
-        if not self.cycle.response_complete:
+        cycle = self.cycle
+        if not cycle.response_complete:
+            cycle.more_body = False
+            cycle.message_event.set()
             self._phase = _ANSWERING
             return
         self._stop_timer()
-        self._phase = _WAITING
-        # uvicorn starts this timer only when a response ends, and the rest of the body has stopped it.
-        self._unset_keepalive_if_required()
-        self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
+        self._begin_waiting()
 
-    def _flaw(self, version: str) -> tuple[int, str, str] | None:
+    def _flaw(self, version: str, upgrade: bool) -> tuple[int, str, str] | None:
         """Returns status, message and code for refusing a head that the parser accepts; None if the head is proper."""
         if version not in ("1.0", "1.1"):
             return 505, "HTTP/1.1 and HTTP/1.0 are spoken here", "http_version_not_supported"
-        names = [name for name, _ in self.headers]
-        hosts = names.count(b"host")
-        if hosts > 1 or (not hosts and version == "1.1"):
-            return 400, f"the request has {hosts} Host headers; it takes one", "invalid_host"
-        if hosts and not _HOST.fullmatch(self.headers[names.index(b"host")][1]):
+        fields = dict(self.headers)
+        host = fields.get(b"host")
+        # Only a request that repeats some header may repeat this one.
+        if len(fields) < len(self.headers) or (host is None and version == "1.1"):
+            hosts = [name for name, _ in self.headers].count(b"host")
+            if hosts > 1 or (not hosts and version == "1.1"):
+                return 400, f"the request has {hosts} Host headers; it takes one", "invalid_host"
+        if host is not None and host != self._host and not self._is_host(host):
             return 400, "the request's Host header is not a host name or address with an optional port", "invalid_host"
         # A page whose host name was pointed at this server is of the same origin to browsers, which then ask nothing.
         if (
-            b"origin" in names
+            b"origin" in fields
             and self.url not in self.own_checks
-            and not self.cross_origin.allows(self.headers[names.index(b"origin")][1])
+            and not all(self.cross_origin.allows(value) for name, value in self.headers if name == b"origin")
         ):
             return 403, "web pages of this origin may not use the server: see --cors-origins", "origin_not_allowed"
-        if b"transfer-encoding" in names:
+        if b"transfer-encoding" in fields:
             coding = b", ".join(value for name, value in self.headers if name == b"transfer-encoding")
             if version == "1.0":
                 return 400, "HTTP/1.0 has no Transfer-Encoding: send a Content-Length", "invalid_http"
             if coding.lower() != b"chunked":
                 return 501, "the only Transfer-Encoding that is understood here is chunked", "unknown_transfer_encoding"
-        if self.parser.should_upgrade() and self.parser.get_method() == b"CONNECT":
+        if upgrade and self.parser.get_method() == b"CONNECT":
             return 501, "this server is no tunnel: CONNECT is not served", "unknown_method"
         return None
+
+    def _is_host(self, value: bytes) -> bool:
+        if not _HOST.fullmatch(value):
+            return False
+        self._host = value  # a client names the same one in each request
+        return True
 
     # ------------------------------------------------------------------ answers
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
-        super()._start_asgi_task(cycle, _unchunked(app, cycle) if cycle.scope["http_version"] == "1.0" else app)
+        if cycle.scope["http_version"] == "1.0":
+            app = _unchunked(app, cycle)
+        task = self.loop.create_task(cycle.run_asgi(app))
+        task.add_done_callback(self.tasks.discard)
+        self.tasks.add(task)
+        self._outlet.task = task
 
     def on_response_complete(self) -> None:
-        super().on_response_complete()
+        self.server_state.total_requests += 1
         if self.transport.is_closing():
             if self._phase is _HALF_CLOSED:
                 self._stop_timer()
             self._phase = _CLOSING
-        elif self._phase is _ANSWERING:
-            self._phase = _WAITING
+            return
+        if self.flow.read_paused:
+            self.flow.resume_reading()
+        if self._phase is _ANSWERING:
+            self._begin_waiting()
         elif self._phase is _BODY:
             self._start_timer(self.head_timeout_s)
+
+    def _begin_waiting(self) -> None:
+        self._phase = _WAITING
+        self._waits_since_s = self.loop.time()
+        self._has_waited = False
+        # A timer that is running looks when this waiting began. Each request would else cancel one and make another.
+        if self.timeout_keep_alive_task is None:
+            self.timeout_keep_alive_task = self.loop.call_later(
+                self.timeout_keep_alive, self.timeout_keep_alive_handler
+            )
 
     def send_400_response(self, msg: str) -> None:
         """uvicorn calls this method for every error of the parser."""
@@ -495,11 +569,21 @@ class GuardedHttp(HttpToolsProtocol):
         self._timer = PatientTimer(self.loop, seconds, self._expired)
 
     def timeout_keep_alive_handler(self) -> None:
-        """Looks once more before it closes an idle connection: a request may have come while this process was stopped.
+        """Closes a connection that has waited long enough, but first looks once more: this is no patient timer.
 
-        uvicorn calls this when its timer is due, which is no patient one.
+        A request may have come while this process was stopped.
         """
-        self.timeout_keep_alive_task = self.loop.call_later(LAST_LOOK_S, super().timeout_keep_alive_handler)
+        self.timeout_keep_alive_task = None
+        if self._phase is not _WAITING:
+            return  # the timer starts again behind the response
+        left_s = self._waits_since_s + self.timeout_keep_alive - self.loop.time()
+        if left_s <= _TICK_S:
+            if self._has_waited:
+                self.transport.close()
+                return
+            self._has_waited = True
+            left_s = LAST_LOOK_S
+        self.timeout_keep_alive_task = self.loop.call_later(left_s, self.timeout_keep_alive_handler)
 
     def _stop_timer(self) -> None:
         if self._timer is not None:

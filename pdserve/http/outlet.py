@@ -48,7 +48,19 @@ class Outlet:
     which ASGI sends apart, are then one system call and one packet.
     """
 
-    __slots__ = ("_close", "_flow", "_held", "_transport", "cycle", "is_closing", "on_disconnect", "writes")
+    __slots__ = (
+        "_close",
+        "_default_fields",
+        "_default_lines",
+        "_flow",
+        "_held",
+        "_transport",
+        "cycle",
+        "is_closing",
+        "on_disconnect",
+        "task",
+        "writes",
+    )
 
     def __init__(self, transport: asyncio.Transport, flow: Flow, close: Callable[[], None]) -> None:
         """``close`` is called after a response that is its connection's last."""
@@ -57,7 +69,12 @@ class Outlet:
         self._flow = flow
         self.cycle: Cycle | None = None
         """The cycle of the request that is answered now, or was answered last; None once the connection is lost."""
+        self.task: asyncio.Task[None] | None = None
+        """The task that handles the request, where the server has begun one. To ask asyncio costs a system call."""
         self._held: list[bytes] | None = None
+        self._default_fields: list[tuple[bytes, bytes]] | None = None
+        self._default_lines = b""
+        """``_default_fields`` as lines of a head."""
         self.is_closing = transport.is_closing
         self.writes = 0
         """How often something was written for responses that are not sent at once."""
@@ -102,13 +119,13 @@ class Outlet:
         if cycle is None or cycle.disconnected:
             return
         assert not cycle.response_started
-        lines = [STATUS_LINE[status]]
-        for name, value in cycle.default_headers:
-            lines += (name, b": ", value, b"\r\n")
-        lines += (fields, b"\r\n" if cycle.keep_alive else b"connection: close\r\n\r\n")
-        if cycle.scope["method"] != "HEAD":
-            lines.append(body)
-        self._transport.write(b"".join(lines))
+        # The server has the same list for all answers of a second.
+        if cycle.default_headers is not self._default_fields:
+            self._default_fields = cycle.default_headers
+            self._default_lines = b"".join([b"%b: %b\r\n" % field for field in cycle.default_headers])
+        end = b"\r\n" if cycle.keep_alive else b"connection: close\r\n\r\n"
+        sent = body if cycle.scope["method"] != "HEAD" else b""
+        self._transport.write(b"".join((STATUS_LINE[status], self._default_lines, fields, end, sent)))
         cycle.waiting_for_100_continue = False
         cycle.response_started = cycle.response_complete = True
         if not cycle.keep_alive:
@@ -157,7 +174,7 @@ class Outlet:
         So no connection leaves a reference cycle behind, which would outlive it until Python looks for cycles.
         """
         self._close = _nothing
-        self.cycle = None
+        self.cycle = self.task = None
 
     def _release(self) -> None:
         held, self._held = self._held, None

@@ -11,6 +11,7 @@ a form, name none.
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import secrets
 from collections.abc import Awaitable, Callable, Mapping
@@ -36,6 +37,8 @@ Asgi: TypeAlias = Callable[[Any, Any, Any], Awaitable[None]]
 """An ASGI application."""
 
 UPLOAD_TIMEOUT_S = 60.0
+LABEL_BYTES = 16
+LABELS_AT_ONCE = 64
 PIECE_BYTES = 64 * 1024
 """Bytes of an answer that are written at once: as many as may be unread before a connection counts as full."""
 REQUEST_ID_HEADER = "x-request-id"
@@ -78,7 +81,23 @@ def read_whole(value: bytes) -> int | None:
 
 def request_label(given: str | None) -> str:
     """Returns ``given``, if it is fit for a header and a log line, or a new label."""
-    return given if given is not None and _LABEL.fullmatch(given) else secrets.token_hex(16)
+    return given if given is not None and _LABEL.fullmatch(given) else _new_label()
+
+
+_next_labels: list[str] = []
+"""Random labels that no request has yet: to ask the kernel for each is most of what one costs."""
+# A child that was forked would give the labels that its parent gives.
+os.register_at_fork(after_in_child=_next_labels.clear)
+
+
+def _new_label() -> str:
+    try:
+        return _next_labels.pop()
+    except IndexError:
+        fresh = secrets.token_hex(LABEL_BYTES * LABELS_AT_ONCE)
+        chars = 2 * LABEL_BYTES
+        _next_labels.extend([fresh[at : at + chars] for at in range(chars, len(fresh), chars)])
+        return fresh[:chars]
 
 
 class ClientGone(Exception):
@@ -126,12 +145,12 @@ class HttpRequest:
     """One request on a connection of ``pdserve.http.guard``. Every response carries the request's label."""
 
     __slots__ = (
-        "_headers",
         "_outlet",
         "_receive",
         "_send",
         "address",
         "answered",
+        "fields",
         "label",
         "method",
         "path",
@@ -142,15 +161,17 @@ class HttpRequest:
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The current task is the one that handles the request."""
-        task = asyncio.current_task()
+        outlet: Outlet = scope["extensions"][OUTLET]
+        task = outlet.task or asyncio.current_task()
         assert task is not None
         self.task = task
         self._receive = receive
         self._send = send
         # Of a header that comes twice, the first counts.
-        self._headers: dict[bytes, bytes] = dict(reversed(scope["headers"]))
-        self._outlet: Outlet = scope["extensions"][OUTLET]
-        self.write = self._outlet.write_chunk
+        self.fields: dict[bytes, bytes] = dict(reversed(scope["headers"]))
+        """The headers, whose names are in lower case."""
+        self._outlet = outlet
+        self.write = outlet.write_chunk
         """Writes the next part of a body at once. Returns False where ``drain`` should come before the next."""
         client = scope["client"]
         self.address: str = client[0] if client else ""
@@ -158,18 +179,19 @@ class HttpRequest:
         self.method: str = scope["method"]
         self.path: str = scope["path"]
         self.query: bytes = scope["query_string"]
-        self.label = request_label(self.header(b"x-request-id"))
+        given = self.fields.get(b"x-request-id")
+        self.label = _new_label() if given is None else request_label(given.decode("latin-1"))
         self.answered = False
         """Whether a response has begun."""
 
     def header(self, name: bytes) -> str | None:
         """Returns the value of the header ``name``, which is in lower case."""
-        value = self._headers.get(name)
+        value = self.fields.get(name)
         return None if value is None else value.decode("latin-1")
 
     def check_body_form(self) -> None:
         """Raises UnsupportedMediaType if the body is not to be read as JSON."""
-        headers = self._headers
+        headers = self.fields
         if headers.get(b"content-type") != _JSON or b"content-encoding" in headers:
             self._check_encoding()
             self._check_type()
@@ -185,7 +207,7 @@ class HttpRequest:
     def _check_type(self) -> None:
         given = self.header(b"content-type") or ""
         kind = given.partition(";")[0].strip().lower()
-        from_page = any(name in self._headers for name in _PAGE_HEADERS)
+        from_page = any(name in self.fields for name in _PAGE_HEADERS)
         if kind != _JSON.decode() and (from_page or kind in _REFUSED_TYPES):
             what = f"of the type {given[:64]!r}" if given else "without a type"
             raise UnsupportedMediaType(
@@ -198,22 +220,30 @@ class HttpRequest:
         """Has ``task`` cancelled if the client leaves before its response is over."""
         self._outlet.on_disconnect = self.task.cancel
 
+    def take_body(self, max_bytes: int) -> bytes | None:
+        """Returns the body if all of it has come, as it mostly has; None where ``body`` has to wait for it.
+
+        Raises PayloadTooLarge.
+        """
+        whole = self._outlet.take_body()
+        if whole is not None and len(whole) > max_bytes:
+            raise _too_large(max_bytes)
+        return whole
+
     async def body(self, max_bytes: int, bounds: BodyBounds | None = None) -> bytes:
         """Returns the complete body. ``bounds`` count its bytes, and whether it has to be waited for.
 
         Raises PayloadTooLarge, RequestTimeout, ClientGone, and what ``bounds`` raise.
         """
-        length = self._headers.get(b"content-length")
+        bounds = bounds or _NO_BOUNDS
+        whole = self.take_body(max_bytes)
+        if whole is not None:
+            bounds.add(len(whole))
+            return whole
+        length = self.fields.get(b"content-length")
         # Zeros before a number are legal, and so many that int() would refuse them.
         if length is not None and (len(digits := length.lstrip(b"0")) > 18 or int(digits or b"0") > max_bytes):
             raise _too_large(max_bytes)
-        bounds = bounds or _NO_BOUNDS
-        whole = self._outlet.take_body()
-        if whole is not None:  # as it mostly is: then nothing has to be waited for, nor bounded
-            if len(whole) > max_bytes:
-                raise _too_large(max_bytes)
-            bounds.add(len(whole))
-            return whole
         bounds.arrive()
         try:
             async with PatientTimeout(UPLOAD_TIMEOUT_S):
@@ -245,15 +275,17 @@ class HttpRequest:
 
         A response before it on this connection may be unread too: that is waited for as well.
         """
-        if self._outlet.paused:
-            await self._outlet.drain()
+        outlet = self._outlet
+        if outlet.paused:
+            await outlet.drain()
         if len(body) > PIECE_BYTES:
             await self._respond_in_pieces(status, headers, body)
             return
-        head = "".join([f"{name}: {value}\r\n" for name, value in headers.items()])
         self.answered = True
-        fields = f"{head}{REQUEST_ID_HEADER}: {self.label}\r\ncontent-length: {len(body)}\r\n"
-        self._outlet.respond(status, fields.encode("latin-1", "replace"), body)
+        fields = f"x-request-id: {self.label}\r\ncontent-length: {len(body)}\r\n"
+        for name, value in headers.items():
+            fields += f"{name}: {value}\r\n"
+        outlet.respond(status, fields.encode("latin-1", "replace"), body)
 
     async def refuse(self, error: RequestError, headers: Mapping[str, str] = MappingProxyType({})) -> None:
         """Sends ``error`` as the response, in the form of its route; ``headers`` are added to the error's own."""
