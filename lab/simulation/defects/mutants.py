@@ -311,7 +311,7 @@ RARE = (
         "an attempt that has ended counts as load",
         0,
         "pdserve_proxy.routing.attempts.Attempt",
-        "end_at",
+        "_end_at",
         "if count:",
         "if count > 1:",
     ),

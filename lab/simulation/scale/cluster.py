@@ -292,7 +292,7 @@ class Scale:
         assert stream.route is not None
         assert stream.attempt is not None
         now = self.events.now
-        stream.attempt.end_at(*[node.boot_id for node in stream.route.prefill])
+        stream.attempt.prompt_computed()
         if stream.has_turn:
             stream.has_turn = False
             stream.proxy.end_turn()

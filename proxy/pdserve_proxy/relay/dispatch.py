@@ -23,7 +23,7 @@ from pdserve_proxy.registry.snapshot import RegistryView
 from pdserve_proxy.relay.relayed_request import RelayedRequest
 from pdserve_proxy.requests.request_body import GenerationBody
 from pdserve_proxy.routing.attempts import Attempt, Attempts
-from pdserve_proxy.routing.router import NodeWork, Route, RouteQuery, Router, answers_itself
+from pdserve_proxy.routing.router import NodeWork, Route, RouteQuery, Router, answers_itself, may_answer_itself
 from pdserve_proxy.upstream.node_connection import NodeLost, NodeResponse
 from pdserve_proxy.upstream.node_pool import NodePool
 
@@ -34,6 +34,7 @@ MAX_BROKEN_LINKS = 2
 """A request that has lost links to so many prefill nodes goes without one. To look at each of them takes time."""
 MAX_ONLY_PREFILL = 1024
 """So many prefill nodes are remembered as out of this proxy's reach; all are forgotten when there are more."""
+_DECODE = Role.DECODE
 SPARE_SHARE = 8
 """A node keeps one of so many blocks free when an answer moves there for want of them, or it would soon be the next."""
 
@@ -101,7 +102,7 @@ class Dispatch:
         if not (answers and route.prefill) or query.key or query.kind is not None:
             return route
         first = route.prefill[0]
-        if first.boot_id in self._only_prefill:
+        if first.boot_id in self._only_prefill or not may_answer_itself(self._prefill_answers, first, route.decode):
             return route
         itself = answers_itself(self._prefill_answers, self._work(first), self._work(route.decode), answers)
         return Route(first, ()) if itself else route
@@ -125,8 +126,7 @@ class Dispatch:
     def begin(self, relayed: RelayedRequest, body: GenerationBody, route: Route) -> None:
         """Begins an attempt, which counts as load of its nodes until the next one, or until the request's end."""
         # A prefill node computes a prompt once, for however many answers. A mixed node computes most prompts itself.
-        first = route.prefill[:1] if route.decode.role is Role.DECODE else ()
-        prefill = [(node, body.prompts) for node in first]
+        prefill = ((route.prefill[0], body.prompts),) if route.prefill and route.decode.role is _DECODE else ()
         self._nodes.began(route.decode)
         relayed.begin_attempt(route, self._attempts.begin((route.decode, body.answers), *prefill))
 
@@ -193,7 +193,7 @@ class Dispatch:
             prompt=PromptTerms(request_id=relayed.request_id, trace=relayed.attempt_trace),
             deadline_s=relayed.remaining_s,
             prefill=_targets(route.prefill),
-            holders=_targets(holders),
+            holders=_targets(holders) if holders else (),
             resume=resume,
             keep=keep,
             gives_back=not prepare,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -23,25 +22,24 @@ class Attempt:
 
     def prompt_computed(self) -> None:
         """Ends the attempt at the nodes that only compute its prompts. A second call does nothing."""
-        if self._answering in self._prompts_at:
-            self._end_prompts(self._answering)
-        self.end_at(*tuple(self._prompts_at))
-
-    def end_at(self, *boot_ids: bytes) -> None:
-        """Ends the attempt at these nodes. A second call for the same node does nothing."""
-        for boot_id in boot_ids:
-            self._end_prompts(boot_id)
-            count = self._nodes.pop(boot_id, 0)
-            if count:
-                self._attempts.end(boot_id, count)
+        prompts_at, self._prompts_at = self._prompts_at, {}
+        for boot_id, beats in prompts_at.items():
+            self._attempts.end_prompts(boot_id, beats)
+            if boot_id != self._answering:
+                self._end_at(boot_id)
 
     def end_everywhere(self) -> None:
-        self.end_at(*tuple(self._nodes))
+        """Ends the attempt at all of its nodes. A second call does nothing."""
+        if self._prompts_at:
+            self.prompt_computed()
+        if self._nodes:
+            for boot_id in tuple(self._nodes):
+                self._end_at(boot_id)
 
-    def _end_prompts(self, boot_id: bytes) -> None:
-        beats = self._prompts_at.pop(boot_id, None)
-        if beats is not None:
-            self._attempts.end_prompts(boot_id, beats)
+    def _end_at(self, boot_id: bytes) -> None:
+        count = self._nodes.pop(boot_id, 0)
+        if count:
+            self._attempts.end(boot_id, count)
 
 
 class Attempts:
@@ -49,9 +47,9 @@ class Attempts:
 
     def __init__(self) -> None:
         self._under_way: dict[bytes, int] = {}
-        self._beats: Counter[bytes] = Counter()
+        self._beats: dict[bytes, int] = {}
         """How many heartbeats each node has sent."""
-        self._prompts: Counter[tuple[bytes, int]] = Counter()
+        self._prompts: dict[tuple[bytes, int], int] = {}
         """The attempts whose prompts a node is to compute, by the heartbeats that it had sent before they began."""
         self._said: dict[bytes, int] = {}
         """The requests at each node by its last heartbeat."""
@@ -70,20 +68,29 @@ class Attempts:
 
         Without a node that prefills, the one that answers computes the prompts.
         """
-        counts = {node.boot_id: count for node, count in (answering, *prefilling)}
-        computing = [node.boot_id for node, _ in prefilling] or [answering[0].boot_id]
-        prompts_at = {boot_id: self._beats[boot_id] for boot_id in computing}
-        self._prompts.update(prompts_at.items())
+        answering_id = answering[0].boot_id
+        counts = {answering_id: answering[1]}
+        prompts_at: dict[bytes, int] = {}
+        for node, count in prefilling:
+            counts[node.boot_id] = count
+            self._begin_prompts(node.boot_id, prompts_at)
+        if not prefilling:
+            self._begin_prompts(answering_id, prompts_at)
         for boot_id, count in counts.items():
             self._under_way[boot_id] = self._under_way.get(boot_id, 0) + count
-            self._tell(boot_id)
-        return Attempt(self, counts, answering[0].boot_id, prompts_at)
+            if self._on_load:
+                self._tell(boot_id)
+        return Attempt(self, counts, answering_id, prompts_at)
+
+    def _begin_prompts(self, boot_id: bytes, prompts_at: dict[bytes, int]) -> None:
+        beats = prompts_at[boot_id] = self._beats.get(boot_id, 0)
+        self._prompts[boot_id, beats] = self._prompts.get((boot_id, beats), 0) + 1
 
     def heard_from(self, boot_id: bytes, load: NodeLoad) -> None:
         """Notes the load in a heartbeat, which counts the attempts that are under way now."""
         self._said[boot_id] = load.running + load.waiting
         self._reported[boot_id] = self._under_way.get(boot_id, 0)
-        self._beats[boot_id] += 1
+        self._beats[boot_id] = self._beats.get(boot_id, 0) + 1
         before = self._prompt_shares.get(boot_id, 0.0)
         self._prompt_shares[boot_id] = before + NEWEST_SHARE * ((load.queue_s > 0) - before)
         self._tell(boot_id)
@@ -110,8 +117,8 @@ class Attempts:
 
         Older ones show there, if the node has their prompts at all: a decode node computes some itself.
         """
-        beats = self._beats[boot_id]
-        return self._prompts[boot_id, beats] + self._prompts[boot_id, beats - 1]
+        beats, prompts = self._beats.get(boot_id, 0), self._prompts
+        return prompts.get((boot_id, beats), 0) + prompts.get((boot_id, beats - 1), 0)
 
     def prompt_share(self, boot_id: bytes) -> float:
         """Returns the share of a node's latest heartbeats in which it had prompts to compute; 0 before the first."""
@@ -119,16 +126,21 @@ class Attempts:
 
     def end_prompts(self, boot_id: bytes, beats: int) -> None:
         """Notes that a node has computed the prompts of one attempt, or will not: it began after so many heartbeats."""
-        self._prompts[boot_id, beats] -= 1
-        if self._prompts[boot_id, beats] <= 0:
+        left = self._prompts[boot_id, beats] - 1
+        if left:
+            self._prompts[boot_id, beats] = left
+        else:
             del self._prompts[boot_id, beats]
 
     def end(self, boot_id: bytes, count: int) -> None:
         """Notes that so many requests have ended at a node."""
-        self._under_way[boot_id] -= count
-        if not self._under_way[boot_id]:
+        left = self._under_way[boot_id] - count
+        if left:
+            self._under_way[boot_id] = left
+        else:
             del self._under_way[boot_id]
-        self._tell(boot_id)
+        if self._on_load:
+            self._tell(boot_id)
 
     def _tell(self, boot_id: bytes) -> None:
         for callback in self._on_load:

@@ -59,10 +59,19 @@ class RoundRobin:
     def select(
         self, nodes: Candidates, prompt_start: bytes, exclude: frozenset[bytes] = NOBODY
     ) -> tuple[NodeInfo, ...]:
-        count, turn = len(nodes.nodes), self._turn
+        everyone, turn = nodes.nodes, self._turn
         self._turn += 1
-        in_turn = (nodes.nodes[(turn + step) % count] for step in range(count))
-        return tuple(islice((node for node in in_turn if node.boot_id not in exclude), 2))
+        count = len(everyone)
+        if count == 1 and not exclude:
+            return everyone
+        chosen: list[NodeInfo] = []
+        for step in range(turn, turn + count):
+            node = everyone[step % count]
+            if node.boot_id not in exclude:
+                chosen.append(node)
+                if len(chosen) == 2:
+                    break
+        return tuple(chosen)
 
 
 class LeastLoaded:
@@ -143,6 +152,11 @@ _POLICIES: dict[RoutingPolicy, Callable[[random.Random | None], Policy]] = {
     RoutingPolicy.TWO_CHOICES: TwoChoices,
     RoutingPolicy.PREFIX_AFFINITY: lambda chance: PrefixAffinity(),
 }
+
+
+def looks_at_loads(policy: RoutingPolicy) -> bool:
+    """Returns whether a policy's choice depends on the nodes' loads."""
+    return policy is not RoutingPolicy.ROUND_ROBIN
 
 
 def make_policy(policy: RoutingPolicy, chance: random.Random | None = None) -> Policy:

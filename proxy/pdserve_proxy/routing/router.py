@@ -18,7 +18,7 @@ from pdserve.errors import InvalidRequest, NotFound, Unavailable
 from pdserve.wire.discovery import NodeInfo, Role
 from pdserve_proxy.registry.snapshot import Pairing, Serving
 from pdserve_proxy.routing.candidates import Candidates, Turns, size_of
-from pdserve_proxy.routing.policies import Policy, make_policy
+from pdserve_proxy.routing.policies import NOBODY, Policy, looks_at_loads, make_policy
 
 RETRY_AFTER_S = 1
 MAX_POLICIES = 256
@@ -31,6 +31,8 @@ MAX_GROUPS = 1024
 """The number of groups of nodes that are remembered; all are forgotten when there are more."""
 
 Key = TypeVar("Key")
+# Names of their own: each request looks these up.
+_MIXED, _OFF, _AUTO = Role.MIXED, PrefillAnswers.OFF, PrefillAnswers.AUTO
 
 
 class Loads(Protocol):
@@ -88,15 +90,9 @@ class _DecodeGroup(msgspec.Struct, frozen=True):
     """The decode nodes that all could serve the same requests."""
 
     candidates: Candidates
+    policy: Policy
     pairings: dict[bytes, Pairing]
     """Their pairings, by their boot ids."""
-
-
-class _GroupKey(msgspec.Struct, frozen=True):
-    """What the nodes of a decode group have in common."""
-
-    model: str
-    kind: Kind | None
 
 
 class Router:
@@ -117,12 +113,15 @@ class Router:
         self._decode_turns, self._prefill_turns = Turns(), Turns()
         self._serving: Serving | None = None
         """The nodes from which the groups are made."""
-        self._decode_groups: dict[_GroupKey, _DecodeGroup | None] = {}
-        """None where there is no such node."""
-        self._prefill_groups: dict[tuple[str, str], Candidates] = {}
+        self._decode_groups: dict[tuple[str, Kind | None], _DecodeGroup | None] = {}
+        """The decode nodes of each model and kind; None where there is no such node."""
+        self._prefill_groups: dict[tuple[str, str], tuple[Candidates, Policy]] = {}
         self._groups_of: dict[bytes, list[Candidates]] = {}
         """The groups that each node is in, by its boot id."""
-        loads.on_load(self._load_changed)
+        self._changed: set[bytes] = set()
+        """The nodes whose loads may have changed since the last choice. Each request changes some of them twice."""
+        if looks_at_loads(policy):
+            loads.on_load(self._changed.add)
 
     def choose(self, serving: Serving, query: RouteQuery, exclude: frozenset[bytes] = frozenset()) -> Route:
         """Returns a route that avoids the decode nodes in ``exclude``.
@@ -134,8 +133,10 @@ class Router:
             self._decode_groups.clear()
             self._prefill_groups.clear()
             self._groups_of.clear()
+        if self._changed:
+            self._take_over_loads()
         group = self._decode_group(serving, query)
-        decode = None if group is None else self._decode_node(group.candidates, query, exclude)
+        decode = None if group is None else self._decode_node(group, query, exclude)
         if group is None or decode is None:
             raise Unavailable(
                 f"no decode node, or none with a matching prefill node, serves {query.model!r} now",
@@ -144,25 +145,26 @@ class Router:
             )
         return Route(decode, self._prefill_nodes(group.pairings[decode.boot_id], query))
 
-    def _decode_node(self, candidates: Candidates, query: RouteQuery, exclude: frozenset[bytes]) -> NodeInfo | None:
+    def _decode_node(self, group: _DecodeGroup, query: RouteQuery, exclude: frozenset[bytes]) -> NodeInfo | None:
         if query.key:
-            return candidates.owner(query.key, exclude)
-        policy = self._policy_for(self._decode_policies, query.model)
-        chosen = policy.select(candidates, query.prompt_start, exclude)
+            return group.candidates.owner(query.key, exclude)
+        chosen = group.policy.select(group.candidates, query.prompt_start, exclude)
         return chosen[0] if chosen else None
 
     def _prefill_nodes(self, pairing: Pairing, query: RouteQuery) -> tuple[NodeInfo, ...]:
         if not pairing.fitting:
             return ()
         key = (query.model, pairing.decode.fingerprint)
-        group = self._prefill_groups.get(key)
-        if group is None:
-            group = self._prefill_groups[key] = self._group(pairing.fitting, self._prefill_turns)
-        itself = frozenset((pairing.decode.boot_id,))
-        return self._policy_for(self._prefill_policies, key).select(group, query.prompt_start, itself)
+        found = self._prefill_groups.get(key)
+        if found is None:
+            group = self._group(pairing.fitting, self._prefill_turns)
+            found = self._prefill_groups[key] = group, self._policy_for(self._prefill_policies, key)
+        group, policy = found
+        itself = frozenset((pairing.decode.boot_id,)) if pairing.decode.role is _MIXED else NOBODY
+        return policy.select(group, query.prompt_start, itself)
 
     def _decode_group(self, serving: Serving, query: RouteQuery) -> _DecodeGroup | None:
-        key = _GroupKey(query.model, query.kind)
+        key = query.model, query.kind
         if key in self._decode_groups:
             return self._decode_groups[key]
         pairings = {
@@ -173,7 +175,8 @@ class Router:
         group = None
         if pairings:
             nodes = [pair.decode for pair in pairings.values()]
-            group = _DecodeGroup(self._group(nodes, self._decode_turns), pairings)
+            policy = self._policy_for(self._decode_policies, query.model)
+            group = _DecodeGroup(self._group(nodes, self._decode_turns), policy, pairings)
         self._decode_groups[key] = group
         return group
 
@@ -183,9 +186,11 @@ class Router:
             self._groups_of.setdefault(node.boot_id, []).append(group)
         return group
 
-    def _load_changed(self, boot_id: bytes) -> None:
-        for group in self._groups_of.get(boot_id, ()):
-            group.changed(boot_id)
+    def _take_over_loads(self) -> None:
+        for boot_id in self._changed:
+            for group in self._groups_of.get(boot_id, ()):
+                group.changed(boot_id)
+        self._changed.clear()
 
     def _policy_for(self, policies: dict[Key, Policy], key: Key) -> Policy:
         policy = policies.get(key)
@@ -248,21 +253,27 @@ def answers_itself(choice: PrefillAnswers, prefill: NodeWork, decode: NodeWork, 
     to prefill takes none: its streams would stand still during each prompt. Nodes that divide the cores of one machine
     gain nothing by it: a prefill node that rests lends its cores.
     """
-    if choice is PrefillAnswers.OFF or not _can_replace(prefill.info, decode.info):
-        return False
-    if choice is PrefillAnswers.AUTO and _share_a_machine(prefill.info, decode.info):
+    if not may_answer_itself(choice, prefill.info, decode.info):
         return False
     rests = not prefill.prompts and not prefill.queue_s and prefill.prompt_share < FEW_PROMPTS
     return rests and prefill.share(answers) <= min(1.0, decode.share())
 
 
+def may_answer_itself(choice: PrefillAnswers, prefill: NodeInfo, decode: NodeInfo) -> bool:
+    """Returns whether ``answers_itself`` depends on what the nodes have to do, and is not always False."""
+    if choice is _OFF or not _can_replace(prefill, decode):
+        return False
+    return choice is not _AUTO or not _share_a_machine(prefill, decode)
+
+
 def _can_replace(prefill: NodeInfo, decode: NodeInfo) -> bool:
     """Returns whether a prefill node takes all requests that ``decode`` takes, and answers them alike."""
+    if not prefill.answers == decode.answers != "":
+        return False
     ours, theirs = prefill.capacity, decode.capacity
     longest = min(theirs.max_model_len, theirs.num_blocks * theirs.block_size)
     return (
         prefill.role is Role.PREFILL
-        and prefill.answers == decode.answers != ""
         and ours.max_model_len == theirs.max_model_len
         and ours.max_running >= theirs.max_running
         and ours.num_blocks * ours.block_size >= longest

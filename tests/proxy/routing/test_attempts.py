@@ -50,8 +50,8 @@ def test_what_landed_once_does_not_land_again() -> None:
         return attempts.load(node.boot_id)
 
     attempt, other = attempts.begin((NODE, 5), (prefill, 2)), attempts.begin((NODE, 1), (prefill, 1))
-    attempt.end_at(prefill.boot_id)
-    attempt.end_at(prefill.boot_id)
+    attempt.prompt_computed()
+    attempt.prompt_computed()
     assert (load(NODE), load(prefill)) == (6, 1)
     attempt.end_everywhere()
     attempt.end_everywhere()
