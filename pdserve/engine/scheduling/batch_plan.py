@@ -41,8 +41,8 @@ class Work(msgspec.Struct, frozen=True):
 
     @property
     def decodes(self) -> bool:
-        """Whether the work is the last token of an answer."""
-        return self.num_tokens == 1 and self.request.prompt_is_computed
+        """Whether the work is the last token of an answer, and not one before it that is replayed alone."""
+        return self.num_tokens == 1 and not self.replays and self.request.prompt_is_computed
 
     @property
     def num_rows(self) -> int:

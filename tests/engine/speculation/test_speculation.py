@@ -1,0 +1,214 @@
+"""Tests how many drafts a step has, with a fake model and costs that are known."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from pdserve.config import Batching, SchedulerConfig, Speculate
+from pdserve.engine.placement.step_cost import StepCost, StepParts
+from pdserve.engine.request import Request
+from pdserve.engine.scheduling.batch_plan import REPLAY_ROWS, BatchPlan
+from pdserve.engine.scheduling.request_limits import StopRule
+from pdserve.engine.speculation.lookup import FIRST_RATES, OwnText, PromptText
+from pdserve.engine.speculation.rates import Rates
+from pdserve.engine.speculation.speculation import LEAST_CHANCE, Speculation
+from pdserve.wire.cache_groups import Keep
+from pdserve.wire.discovery import Role
+from pdserve.wire.sampling_params import SampledToken
+from tests.engine.fake_model import groups_of
+from tests.engine.placements import make_placement
+from tests.engine.scheduling.test_scheduler import BLOCK_SIZE, EOS, Bench, expected
+
+MOST = SchedulerConfig().draft_tokens
+STEP_S, ROW_S = 0.010, 0.001
+
+
+def parts(step_s: float = STEP_S, row_s: float = ROW_S) -> StepParts:
+    """Returns the cost of steps on a machine where a row takes little beside the step."""
+    return StepParts(
+        batch=step_s,
+        request=row_s,
+        context_token=0.0,
+        chunk_alone=0.0,
+        chunk_beside=0.0,
+        prompt_token=0.001,
+        prompt_token_read=0.0,
+    )
+
+
+class Guessing(OwnText):
+    """Guesses what ``Bench`` answers, and something else if it ``errs``."""
+
+    def __init__(self, rate: float, errs: bool) -> None:
+        super().__init__(Rates(FIRST_RATES), PromptText())
+        self.matched, self._rate, self._errs = 16, rate, errs
+
+    def read(self, tokens: Sequence[int], num_prompt_tokens: int) -> bool:
+        return True
+
+    def rate(self, number: int = 0) -> float:
+        return self._rate
+
+    def guesses(self, tokens: Sequence[int], count: int) -> list[int]:
+        return [(9 if self._errs else 10) + len(tokens) + number for number in range(count)]
+
+
+class After:
+    """The tokens after drafts, as ``Bench`` answers."""
+
+    def after(self, request: Request, number: int) -> SampledToken:
+        return SampledToken(10 + len(request.token_ids))
+
+    def are_finite(self, request: Request, count: int) -> bool:
+        return True
+
+
+class Drafting(Bench):
+    """Has each request guess, at so high a rate."""
+
+    def __init__(
+        self,
+        rate: float = 0.95,
+        errs: bool = False,
+        cost: StepParts | None = None,
+        target_itl_ms: float = 0.0,
+        scheduler: SchedulerConfig | None = None,
+        **more: object,
+    ) -> None:
+        step_cost = StepCost.of(cost or parts(), 32)
+        placement = make_placement(BLOCK_SIZE, step_cost=step_cost, target_itl_ms=target_itl_ms, role=Role.DECODE)
+        super().__init__(placement=placement, **more)  # type: ignore[arg-type]
+        self._rate, self._errs = rate, errs
+        if scheduler is not None:
+            stop = StopRule(frozenset({EOS}), 64)
+            self.scheduler.speculation = Speculation(
+                scheduler, self.scheduler.speculation._blocks, stop, step_cost, by_model=False
+            )
+
+    def step(self) -> BatchPlan:
+        for request in self.scheduler.live():
+            request.own_text = request.own_text or Guessing(self._rate, self._errs)
+        self.now += 1
+        plan = self.scheduler.schedule(self.now)
+        tokens = [SampledToken(10 + len(request.token_ids)) for request in plan.sampled_requests]
+        self.scheduler.postprocess(plan, tokens, self.now, After())
+        self.collect()
+        return plan
+
+    def drafted(self) -> list[int]:
+        """Returns how many drafts each request has in the next step."""
+        return [len(work.drafts) for work in self.step().work]
+
+
+def started(bench: Drafting, *, requests: int = 1, prompt: int = 5, max_tokens: int = 40) -> Drafting:
+    """Returns the bench with requests that decode."""
+    for local_id in range(requests):
+        bench.add(local_id, prompt, max_tokens)
+    while bench.scheduler.num_waiting or any(not live.num_generated_tokens for live in bench.scheduler.live()):
+        bench.step()
+    return bench
+
+
+@pytest.mark.parametrize("errs", [False, True], ids=["right", "wrong"])
+@pytest.mark.parametrize("groups", [(), (Keep.WINDOW,), (Keep.LATEST,)], ids=["whole", "window", "state"])
+def test_an_answer_is_the_same_in_fewer_steps_if_drafts_are_right(errs: bool, groups: tuple[Keep, ...]) -> None:
+    specs = groups_of([(keep, 6, 16) for keep in groups], 64) if groups else ()
+    bench = Drafting(errs=errs, num_blocks=64, groups=specs)
+    bench.add(1, prompt=5, max_tokens=33)
+    steps = 0
+    while bench.step().work:
+        steps += 1
+    assert bench.outputs == {1: expected(5, 33)}
+    assert steps == 33 if errs else steps < 18
+    counts = bench.scheduler.counters
+    assert counts.accepted_drafts == (0 if errs else 33 - steps)
+    assert counts.drafts > 20
+    assert all(pool.num_free == len(pool.ids) for pool in bench.blocks.pools)
+
+
+def test_rows_that_do_not_pay_are_not_added() -> None:
+    """Where a row takes the time of a step, as in a batch that is bound by what it computes, none pays."""
+    assert started(Drafting(cost=parts(step_s=0.0))).drafted() == [0]
+    assert started(Drafting()).drafted() == [MOST]
+
+
+@pytest.mark.parametrize(("rate", "most"), [(0.95, MOST), (0.5, 3), (0.2, 1), (LEAST_CHANCE / 2, 0)])
+def test_the_less_likely_drafts_are_the_fewer_there_are(rate: float, most: int) -> None:
+    (count,) = started(Drafting(rate)).drafted()
+    assert count <= most
+    assert bool(count) == bool(most)
+
+
+@pytest.mark.parametrize("target_itl_ms", [12.5, 14.5, 16.5])
+def test_a_step_with_drafts_keeps_its_itl_target(target_itl_ms: float) -> None:
+    (count,) = started(Drafting(target_itl_ms=target_itl_ms)).drafted()
+    assert 1000 * (STEP_S + (1 + count) * ROW_S) <= target_itl_ms
+    assert count < MOST
+
+
+def test_a_step_that_is_late_already_drafts_nothing() -> None:
+    assert started(Drafting(target_itl_ms=1.0)).drafted() == [0]
+
+
+@pytest.mark.parametrize("requests", [1, 2, 3])
+def test_a_step_has_no_more_tokens_than_it_may(requests: int) -> None:
+    bench = started(Drafting(max_num_batched_tokens=6, max_num_seqs=3, num_blocks=64), requests=requests)
+    assert sum(bench.drafted()) == 6 - requests
+
+
+def test_a_step_has_no_more_rows_than_are_recorded() -> None:
+    bench = started(Drafting(max_num_batched_tokens=64, max_num_seqs=8, num_blocks=128), requests=6)
+    assert sum(bench.drafted()) == SchedulerConfig(max_num_seqs=8).most_rows - 6
+
+
+@pytest.mark.parametrize("left", [1, 2, 3, 5])
+def test_nothing_is_drafted_behind_the_last_token(left: int) -> None:
+    """Of the tokens that are left, one comes without a draft."""
+    assert started(Drafting(), max_tokens=1 + left).drafted() == [left - 1]
+    assert started(Drafting(max_len=5 + 1 + left)).drafted() == [left - 1]
+
+
+def test_where_states_are_kept_no_step_passes_over_the_end_of_a_block() -> None:
+    bench = started(Drafting(groups=groups_of([(Keep.LATEST, 0, 8)], 32)), prompt=5)
+    (request,) = bench.scheduler.live()
+    for _ in range(6):
+        length = len(request.token_ids)
+        assert bench.drafted() == [-length % BLOCK_SIZE]
+
+
+def test_without_a_free_block_there_are_no_drafts_and_nobody_is_preempted() -> None:
+    """Each of two requests has room for one more token in its blocks, and there are no others."""
+    bench = started(Drafting(num_blocks=4), requests=2, prompt=6, max_tokens=4)
+    assert bench.drafted() == [0, 0]
+    assert not bench.scheduler.counters.preemptions
+    assert started(Drafting(num_blocks=8), requests=2, prompt=6, max_tokens=4).drafted() == [2, 2]
+
+
+@pytest.mark.parametrize(
+    "scheduler", [SchedulerConfig(speculation=Speculate.OFF), SchedulerConfig(batching=Batching.STATIC)]
+)
+def test_nothing_is_drafted_where_it_is_off_or_the_batch_static(scheduler: SchedulerConfig) -> None:
+    bench = started(Drafting(scheduler=scheduler))
+    assert not bench.scheduler.speculation.is_on
+    assert bench.drafted() == [0]
+
+
+def test_nothing_is_drafted_before_a_step_was_measured() -> None:
+    bench = Bench()
+    bench.add(1, prompt=12, max_tokens=8)
+    bench.run()
+    assert bench.scheduler.counters.drafts == 0
+
+
+def test_nothing_is_drafted_behind_a_token_that_is_replayed_alone() -> None:
+    """One request leaves the other a single row of the step's replayed tokens, which is not its last token."""
+    bench = Drafting(max_num_batched_tokens=256, num_blocks=128, max_len=128)
+    bench.add(1, prompt=5, max_tokens=80, emitted=REPLAY_ROWS - 1)
+    bench.add(2, prompt=5, max_tokens=30, emitted=10)
+    plans = [bench.step() for _ in range(2)]
+    alone = [work for work in plans[1].work if work.replays and work.num_tokens == 1]
+    assert [work.drafts for work in alone] == [()]
+    bench.run()
+    assert bench.outputs[2] == expected(5, 30)[10:]
