@@ -35,6 +35,8 @@ STREAMS, PLAIN, LATENCY, MANY, IDLE = (
     "streams at once",
     "plain requests beside idle connections",
 )
+ALONE = "pdserve against the backend itself"
+CPU = "CPU of each"
 _MARGIN_S = 60.0
 _WARM_UP_S = 0.5
 
@@ -150,7 +152,7 @@ async def _rows(case: Case, systems: Sequence[System], timeout_s: float) -> list
 
 def _figures(case: Case, name: str, report: ProxyLoadReport) -> tuple[Figure, ...]:
     used_us = report.cpu_s.get(name, float("nan")) * 1e6
-    per_answer = Figure("CPU of each", used_us / report.answered, Unit.US, Better.LOWER)
+    per_answer = Figure(CPU, used_us / report.answered, Unit.US, Better.LOWER)
     failed = Figure("failed", report.failed, Unit.COUNT, Better.LOWER)
     if case.sent_chunks:
         return measured(
@@ -203,6 +205,8 @@ def _ratios(rows: Sequence[Row]) -> list[Row]:
     alone = measured(
         ratio(STREAMS, DIRECT, "answered", Better.HIGHER, "streams"),
         ratio(PLAIN, DIRECT, "answered", Better.HIGHER, "plain requests"),
+        ratio(STREAMS, DIRECT, CPU, Better.LOWER, "CPU of a stream"),
+        ratio(PLAIN, DIRECT, CPU, Better.LOWER, "CPU of a plain request"),
         Figure(
             "latency beside idle connections",
             _over(value(IDLE, PDSERVE, "latency p50"), value(LATENCY, PDSERVE, "latency p50")),
@@ -218,7 +222,7 @@ def _ratios(rows: Sequence[Row]) -> list[Row]:
         ratio(STREAMS, PEER, "latency p50", Better.LOWER, "a stream's time p50"),
         ratio(MANY, PEER, "gap p99", Better.LOWER, "gap p99"),
     )
-    compared = [("pdserve against the backend itself", alone), ("pdserve against the peer", against)]
+    compared = [(ALONE, alone), ("pdserve against the peer", against)]
     return [Row(what, {}, figures) for what, figures in compared if figures]
 
 

@@ -34,7 +34,7 @@ class System:
     host: str
     port: int
     pids: dict[str, int]
-    """The id, by ``name``, of the process whose CPU time and memory count; empty for the backend itself."""
+    """The id, by ``name``, of the process whose CPU time and memory count."""
 
 
 def request(system: System, body: bytes) -> bytes:
@@ -153,4 +153,4 @@ def _backend(process: Running) -> System:
     parts = urlsplit(process.listening.url)
     assert parts.hostname is not None
     assert parts.port is not None
-    return System(DIRECT, parts.hostname, parts.port, {})
+    return System(DIRECT, parts.hostname, parts.port, {DIRECT: process.pid})
