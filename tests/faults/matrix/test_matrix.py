@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -31,16 +32,27 @@ def cells(model: str) -> Sequence[object]:
 
 
 @pytest.fixture(scope="module")
-def stages(
-    request: pytest.FixtureRequest, possible: None, demo_model: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Stages]:
-    model = saved(MODELS[request.param], demo_model, tmp_path_factory.mktemp("tiny"))
-    with Stages(model, lambda: tmp_path_factory.mktemp("stage")) as made:
-        yield made
+def stages_of(
+    possible: None, demo_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[[str], Stages]]:
+    """Yields a function that returns the stages of a model. The cells of a model share them.
+
+    A parameter of this fixture would be made anew for each cell, because the cells are parameters of single tests.
+    """
+    with ExitStack() as opened:
+        made: dict[str, Stages] = {}
+
+        def stages(name: str) -> Stages:
+            if name not in made:
+                opened.close()
+                made.clear()
+                model = saved(MODELS[name], demo_model, tmp_path_factory.mktemp("tiny"))
+                made[name] = opened.enter_context(Stages(model, lambda: tmp_path_factory.mktemp("stage")))
+            return made[name]
+
+        yield stages
 
 
-@pytest.mark.parametrize(
-    ("stages", "cell"), [*cells(LLAMA.name), *cells("hybrid"), *cells("windowed")], indirect=["stages"]
-)
-def test_cell(stages: Stages, cell: Cell) -> None:
-    stages.play(cell)
+@pytest.mark.parametrize(("model", "cell"), [*cells(LLAMA.name), *cells("hybrid"), *cells("windowed")])
+def test_cell(stages_of: Callable[[str], Stages], model: str, cell: Cell) -> None:
+    stages_of(model).play(cell)
