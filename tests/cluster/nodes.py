@@ -28,6 +28,8 @@ from tests.processes import pdserve as command
 
 MODEL = "smollm2-135m-instruct"
 PATIENCE_S = 60.0
+EARLY_LOSS = ("--heartbeat-ms", "400")
+"""Flags of a proxy that drops a silent node after 1.2 s. Tests that lose nodes wait for it, and by default for 3 s."""
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from tests.cluster.nodes import MODEL, Cluster, Node, cluster, http, one_core, sample, start_node
+from tests.cluster.nodes import EARLY_LOSS, MODEL, Cluster, Node, cluster, http, one_core, sample, start_node
 from tests.eventually import eventually
 
 # In bf16: its compiled kernels give the same bits in every batch, where rounding could decide a near tie otherwise.
@@ -185,7 +185,7 @@ class Failing:
 
 @pytest.fixture(scope="module")
 def failing(slow_tiny_model: Path) -> Iterator[Failing]:
-    with cluster(slow_tiny_model, *FLAGS, decode=2) as running, ExitStack() as stack:
+    with cluster(slow_tiny_model, *FLAGS, decode=2, proxy_flags=EARLY_LOSS) as running, ExitStack() as stack:
         yield Failing(running, slow_tiny_model, stack)
 
 

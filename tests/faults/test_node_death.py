@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.cluster.nodes import MODEL, Cluster, Node, cluster, http, one_core, start_node
+from tests.cluster.nodes import EARLY_LOSS, MODEL, Cluster, Node, cluster, http, one_core, start_node
 from tests.eventually import eventually
 from tests.processes import alive
 from tests.tiny_models import Reference
@@ -25,6 +25,8 @@ NEW_TOKENS = 6
 FLAGS = (
     *("--dtype", "fp32", "--max-num-batched-tokens", "16", "--max-num-seqs", "8", "--prefix-cache", "off"),
     *("--engine-silence-ms", "600000"),
+    # A transfer from or to a node that a test stops is given up sooner.
+    *("--transfer-lease-ms", "1500", "--transfer-heartbeat-ms", "200"),
 )
 
 
@@ -72,7 +74,7 @@ class Broken:
 
 @pytest.fixture(scope="module")
 def broken(slow_tiny_model: Path) -> Iterator[Broken]:
-    with cluster(slow_tiny_model, *FLAGS) as running, ExitStack() as stack:
+    with cluster(slow_tiny_model, *FLAGS, proxy_flags=EARLY_LOSS) as running, ExitStack() as stack:
         yield Broken(running, slow_tiny_model, stack)
 
 

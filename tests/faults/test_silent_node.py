@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.nodes import Cluster, Node, cluster
+from tests.cluster.nodes import EARLY_LOSS, Cluster, Node, cluster
 from tests.eventually import eventually
 from tests.faults.test_node_death import engine_pid
 from tests.processes import alive
@@ -26,8 +26,8 @@ PROXY_GIVES_UP_S = 600.0
 @pytest.fixture(scope="module")
 def pair(slow_tiny_model: Path) -> Iterator[Cluster]:
     """Yields two nodes, each of which serves its requests alone. In bf16 both compute the same bits."""
-    flags = ("--dtype", "bf16", "--max-model-len", "512", "--disaggregation", "never")
-    with cluster(slow_tiny_model, *flags, prefill=0, decode=0, mixed=2) as running:
+    flags = ("--dtype", "bf16", "--max-model-len", "512", "--disaggregation", "never", "--engine-silence-ms", "2000")
+    with cluster(slow_tiny_model, *flags, prefill=0, decode=0, mixed=2, proxy_flags=EARLY_LOSS) as running:
         yield running
 
 
@@ -75,5 +75,5 @@ def test_answers_of_a_stopped_engine_come_from_the_other_node(pair: Cluster) -> 
         assert not answer.done()
         assert answer.result(PROXY_GIVES_UP_S / 10) == expected
     assert node.process.wait() == 1
-    assert "the engine's step loop hangs: no sign of life for 5.0 s" in node.process.output
+    assert "the engine's step loop hangs: no sign of life for 2.0 s" in node.process.output
     assert not alive(engine)
