@@ -19,10 +19,18 @@ TIMEOUT_S = 900
 
 
 @pytest.mark.timeout(TIMEOUT_S + 30)
-def test_triton_kernels_in_the_interpreter() -> None:
+@pytest.mark.parametrize(
+    "which",
+    [
+        pytest.param(("-m", "not nightly", "--hypothesis-profile=quick"), id="few"),
+        pytest.param((), id="all", marks=pytest.mark.nightly),
+    ],
+)
+def test_triton_kernels_in_the_interpreter(which: tuple[str, ...]) -> None:
+    """In every run, tests try a third of their random examples and all that they name."""
     environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     result = subprocess.run(
-        [sys.executable, "-m", "pytest", str(FOLDER), "-q", "-p", "no:cacheprovider"],
+        [sys.executable, "-m", "pytest", str(FOLDER), "-q", "-p", "no:cacheprovider", *which],
         env=environment,
         cwd=FOLDER.parents[2],
         capture_output=True,
