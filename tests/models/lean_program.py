@@ -1,7 +1,7 @@
 """A program that computes models and prints the tokens. ``processes.lean_torch_command`` runs it.
 
-It first imports every module of an engine, each before all others, in a fork of its own, and notes those that cannot
-be imported. Standard input has a list of ``Case`` and standard output gets a ``Results``, as JSON.
+It first imports every module of an engine, in forks, and notes those that cannot be imported. Standard input has an
+``Order`` and standard output gets a ``Results``, as JSON.
 """
 
 from __future__ import annotations
@@ -27,6 +27,15 @@ class Case(msgspec.Struct, frozen=True):
     path: str
     compiled: bool
     """Whether the compiled kernels compute it, in bf16 and from its file's blocks."""
+
+
+class Order(msgspec.Struct, frozen=True):
+    cases: list[Case]
+    each_first: bool
+    """Whether each module is imported before all others, in a fork of its own, which takes a second for ten of them.
+
+    Otherwise there are two forks, which import all of them by their names, from the first and from the last on.
+    """
 
 
 class Results(msgspec.Struct, frozen=True):
@@ -62,21 +71,21 @@ def special_tokens() -> dict[str, str]:
     return read_tokenizer(resolve_model("demo")).special_tokens
 
 
-def unimportable() -> list[str]:
-    """Returns the modules that cannot be the first that is imported into an engine's torch, and why."""
-    names = [
+def unimportable(*, each_first: bool) -> list[str]:
+    """Returns the modules that cannot be imported into an engine's torch, and why."""
+    found = [
         found.name for package in PACKAGES for found in pkgutil.walk_packages(package.__path__, package.__name__ + ".")
     ]
+    names = sorted(name for name in found if not name.endswith("__main__"))
     read, write = os.pipe()
-    for name in names:
-        if name.endswith("__main__"):
-            continue
+    for turn in [[name] for name in names] if each_first else [names, names[::-1]]:
         child = os.fork()
         if child == 0:
-            try:
-                import_module(name)
-            except Exception as exc:
-                os.write(write, f"{name}: {exc}\n".encode())
+            for name in turn:
+                try:
+                    import_module(name)
+                except Exception as exc:
+                    os.write(write, f"{name}: {exc}\n".encode())
             os._exit(0)
         os.waitpid(child, 0)
     os.close(write)
@@ -85,8 +94,8 @@ def unimportable() -> list[str]:
 
 
 def main(cache: str) -> None:
-    cases = msgspec.json.decode(sys.stdin.buffer.read(), type=list[Case])
-    failing = unimportable()
+    order = msgspec.json.decode(sys.stdin.buffer.read(), type=Order)
+    failing = unimportable(each_first=order.each_first)
     torch.set_num_threads(1)
-    results = Results(failing, special_tokens(), [answer(case, Path(cache)) for case in cases])
+    results = Results(failing, special_tokens(), [answer(case, Path(cache)) for case in order.cases])
     sys.stdout.buffer.write(msgspec.json.encode(results))

@@ -12,7 +12,7 @@ import pytest
 from gguf import GGMLQuantizationType
 
 from pdserve.settings import cache_folder
-from tests.models.lean_program import Case, Results, answer, special_tokens
+from tests.models.lean_program import Case, Order, Results, answer, special_tokens
 from tests.processes import lean_torch_command
 from tests.tiny_gguf import save_tiny_gguf
 from tests.tiny_models import FALLBACK, FAMILIES, save_tiny_model
@@ -58,16 +58,26 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> list[Case]:
     ]
 
 
-def test_every_module_and_every_kind_of_model_runs_in_an_engines_torch(cases: list[Case]) -> None:
-    cache = cache_folder(os.environ)
+def computed(order: Order) -> Results:
+    """Returns what a process with the torch of an engine makes of an order."""
     done = subprocess.run(
-        lean_torch_command("tests.models.lean_program", str(cache)),
-        input=msgspec.json.encode(cases),
+        lean_torch_command("tests.models.lean_program", str(cache_folder(os.environ))),
+        input=msgspec.json.encode(order),
         stdout=subprocess.PIPE,
         check=True,
         timeout=240,
     )
-    found = msgspec.json.decode(done.stdout, type=Results)
+    return msgspec.json.decode(done.stdout, type=Results)
+
+
+@pytest.mark.nightly
+def test_every_module_can_be_the_first_in_an_engines_torch() -> None:
+    assert not computed(Order([], each_first=True)).unimportable
+
+
+def test_every_module_and_every_kind_of_model_runs_in_an_engines_torch(cases: list[Case]) -> None:
+    cache = cache_folder(os.environ)
+    found = computed(Order(cases, each_first=False))
     assert not found.unimportable
     assert found.special_tokens == special_tokens()
     assert found.tokens == [answer(case, Path(cache)) for case in cases]
