@@ -36,7 +36,18 @@ def kernels() -> CompiledKernels:
     return CompiledKernels(cache_folder(os.environ))
 
 
+def test_every_weight_of_the_folder_is_bit_for_bit_that_of_the_file(demo_model: Path) -> None:
+    direct, converted = (Checkpoint(path, torch.bfloat16) for path in (packaged_gguf(), demo_model))
+    files = SafetensorsFiles(demo_model)
+    for name in sorted(files.names()):
+        shape = files.shape(name)
+        assert torch.equal(direct.take(name, shape), converted.take(name, shape)), name
+    direct.check_all_taken()
+
+
+@pytest.mark.nightly
 def test_every_weight_is_bit_for_bit_that_of_transformers(demo_model: Path) -> None:
+    """In every run, ``test_gguf_tensors.py`` compares small tensors of each format."""
     gguf = packaged_gguf()
     model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16)
     reference = model.state_dict()

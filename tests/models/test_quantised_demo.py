@@ -18,9 +18,10 @@ from pdserve.settings import cache_folder
 from pdserve_kernels.cpu.compiled_kernels import CompiledKernels
 from tests.models.quantisers import FORMATS, quantised_folders
 
-pytestmark = pytest.mark.integration
+# In every run, test_quantised_weights.py computes each format with a tiny model, tests/cluster/test_quantised.py serves
+# one, and test_demo_gguf.py reads a text with the blocks of this model's file.
+pytestmark = [pytest.mark.integration, pytest.mark.nightly]
 
-IN_EVERY_RUN = "fp8-blocks"
 NEW_TOKENS = 48
 BLOCKS = 5
 """Those of a request's 80 tokens."""
@@ -32,10 +33,7 @@ TEXTS = (
 )
 
 
-@pytest.mark.parametrize(
-    "name",
-    [name if name == IN_EVERY_RUN else pytest.param(name, marks=pytest.mark.nightly) for name in FORMATS],
-)
+@pytest.mark.parametrize("name", FORMATS)
 def test_blocks_choose_the_tokens_of_the_dequantised_weights(demo_model: Path, tmp_path: Path, name: str) -> None:
     folder, _ = quantised_folders(demo_model, name, tmp_path)
     tokenizer, kernels = gguf_tokenizer(packaged_gguf()), CompiledKernels(cache_folder(os.environ))
