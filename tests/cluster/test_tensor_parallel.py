@@ -33,9 +33,10 @@ def wanted(model: Path) -> list[list[int]]:
     return [reference.answer(prompt) for prompt in PROMPTS]
 
 
-MAPPED = [(2, 2), (2, 1), (1, 2), (2, 4)]
-"""Ranks of the prefill and the decode node. In the last pair, a node has more ranks than there are KV heads."""
-MORE_SOURCES = (4, 2)
+MAPPED = [(2, 2), (2, 1), (1, 2)]
+"""Ranks of the prefill and the decode node."""
+MORE_RANKS = [(4, 2), (2, 4)]
+"""A node has more ranks than there are KV heads. In every run, ``tests/kvtransfer/test_ranks.py`` moves such blocks."""
 # As between GPUs, every rank's part of a block passes through host memory.
 STAGED = ("--kv-staging", "on", "--kv-staging-mib", "1")
 # As between hosts, no rank maps another node's memory: a prefill node decides that alone.
@@ -113,11 +114,12 @@ def test_ranks_of_both_nodes_give_the_reference_tokens(
 
 
 @pytest.mark.nightly
-def test_more_ranks_than_kv_heads_at_the_prefill_node_give_the_reference_tokens(
-    model: Path, wanted: list[list[int]]
+@pytest.mark.parametrize(("sources", "targets"), MORE_RANKS)
+def test_more_ranks_than_kv_heads_give_the_reference_tokens(
+    model: Path, wanted: list[list[int]], sources: int, targets: int
 ) -> None:
-    with clusters(model, [pair(*MORE_SOURCES)]) as made:
-        check(made[pair(*MORE_SOURCES)], wanted, len(set(head_map(KV_HEADS, *MORE_SOURCES))))
+    with clusters(model, [pair(sources, targets)]) as made:
+        check(made[pair(sources, targets)], wanted, len(set(head_map(KV_HEADS, sources, targets))))
 
 
 def test_ranks_whose_memory_is_not_mapped_give_the_reference_tokens(
