@@ -64,7 +64,7 @@ docs: $(STAMP)
 	$(BIN)/mkdocs build --strict --quiet
 
 test-all: $(STAMP)
-	$(PYTEST) -m "not deploy" $(ARGS)
+	$(PYTEST) -m "not deploy" --hypothesis-profile=many $(ARGS)
 
 deploy-tools: $(STAMP)
 	$(BIN)/python -m pip install --quiet --editable '.[dev,deploy]'

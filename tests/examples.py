@@ -1,4 +1,4 @@
-"""Says how many examples property tests try: all in ``make test``, and a third of them in ``make check``."""
+"""Says how many examples property tests try: fewer in ``make check`` than in ``make test``, and more at night."""
 
 from __future__ import annotations
 
@@ -9,13 +9,16 @@ USUAL = 100
 
 
 def load_profiles() -> None:
-    """Takes the profile ``usual``; ``--hypothesis-profile=quick``, which ``make check`` gives, takes the other one.
+    """Takes the profile ``usual``. ``--hypothesis-profile`` takes another one.
+
+    ``make check`` gives ``quick``, a third of the examples, and ``make test-all`` gives ``many``, thrice as many.
 
     An example has no deadline: how long it takes depends on what else the machine does.
     """
     settings.register_profile("usual", settings(), max_examples=USUAL, deadline=None)
     settings.load_profile("usual")
     settings.register_profile("quick", settings(), max_examples=USUAL // 3)
+    settings.register_profile("many", settings(), max_examples=3 * USUAL)
 
 
 def examples(usual: int) -> int:

@@ -18,6 +18,7 @@ from pdserve.wire.sampling_params import PromptLogprobs
 from tests.engine.fake_engine import BLOCK_SIZE, FakeEngine
 from tests.engine.fake_model import answer, groups_of, prompt_logprobs
 from tests.engine.fake_transfer import NodeThread, Wire
+from tests.examples import examples
 
 pytestmark = pytest.mark.integration  # for the seconds that it takes
 
@@ -146,7 +147,7 @@ class Traffic:
 
 
 @pytest.mark.parametrize("batching", Batching)
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 # In a static batch the only request that has more than one token to compute finds no blocks.
 @example(
     seed=10828657,
@@ -204,7 +205,7 @@ def test_every_answer_is_right_on_a_mixed_node(
         assert engine.blocks.num_cached == 0
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 # A resumed answer that has all of its tokens gets the log probabilities of its prompt, and then its fetch fails.
 @example(
     prefix_cache=(True, True),
@@ -276,7 +277,7 @@ def test_every_answer_is_right_on_a_prefill_and_a_decode_node(
     traffic.check()
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(prefix_cache=st.booleans(), **TWO_NODES)
 def test_every_answer_is_right_on_two_nodes_that_fetch_from_each_other(
     seed: int,
