@@ -1,0 +1,214 @@
+"""Tests what is guessed from a request's own text, and what that takes."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Sequence
+from typing import SupportsIndex, overload
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdserve.engine.speculation.lookup import (
+    FIRST_RATES,
+    LEAST_MATCH,
+    MOST_COMPARED,
+    READ_AT_ONCE,
+    OwnText,
+    PromptText,
+)
+from pdserve.engine.speculation.rates import Rates
+
+
+class Counted(list[int]):
+    """Tokens that count how many of them are read."""
+
+    def __init__(self, tokens: Sequence[int]) -> None:
+        super().__init__(tokens)
+        self.reads = 0
+
+    @overload
+    def __getitem__(self, place: SupportsIndex) -> int: ...
+    @overload
+    def __getitem__(self, place: slice) -> list[int]: ...
+    def __getitem__(self, place: SupportsIndex | slice) -> int | list[int]:
+        found = super().__getitem__(place)
+        self.reads += len(found) if isinstance(found, list) else 1
+        return found
+
+
+def own_text(prompt: PromptText | None = None, engine: Rates | None = None) -> OwnText:
+    return OwnText(engine or Rates(FIRST_RATES), prompt or PromptText())
+
+
+def guessed(tokens: Sequence[int], count: int = 5, num_prompt_tokens: int | None = None) -> list[int]:
+    text = own_text()
+    while not text.read(tokens, len(tokens) if num_prompt_tokens is None else num_prompt_tokens):
+        pass
+    return text.guesses(tokens, count) if text.matched else []
+
+
+def drawn(count: int, kinds: int, seed: int = 0) -> list[int]:
+    return random.Random(seed).choices(range(kinds), k=count)
+
+
+def test_what_followed_the_last_tokens_is_guessed() -> None:
+    assert guessed([1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 3]) == [4, 5, 6, 7, 8]
+    assert guessed([1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 3], 2) == [4, 5]
+
+
+@pytest.mark.parametrize("tokens", [[], [1], [1, 1], [1, 2, 3], [1, 2, 3, 4, 2, 3], [1, 2, 3, 9, 1, 3]])
+def test_without_a_source_nothing_is_guessed(tokens: list[int]) -> None:
+    assert guessed(tokens) == []
+
+
+def test_of_several_places_the_latest_is_the_source() -> None:
+    assert guessed([1, 2, 3, 4, 1, 2, 3, 5, 1, 2, 3], 1) == [5]
+
+
+def test_a_place_in_the_answer_comes_before_one_in_the_prompt() -> None:
+    assert guessed([1, 2, 3, 4, 0, 1, 2, 3, 5, 0, 1, 2, 3], 1, num_prompt_tokens=5) == [5]
+
+
+@pytest.mark.parametrize("period", [1, 2, 3, 4, 7])
+def test_a_text_that_repeats_its_end_goes_on_to_do_so(period: int) -> None:
+    tokens = [10 + place % period for place in range(4 * period + LEAST_MATCH)]
+    assert guessed(tokens, 20) == [10 + (len(tokens) + place) % period for place in range(20)]
+
+
+def test_a_source_stays_while_it_is_right_and_goes_when_it_is_wrong() -> None:
+    tokens = [1, 2, 3, 4, 5, 6, 7, 1, 2, 3]
+    text = own_text()
+    assert text.read(tokens, 8)
+    assert text.guesses(tokens, 2) == [4, 5]
+    tokens.append(4)
+    assert text.read(tokens, 8)
+    assert (text.matched, text.guesses(tokens, 2)) == (LEAST_MATCH + 1, [5, 6])
+    tokens.append(9)
+    assert text.read(tokens, 8)
+    assert (text.matched, text.guesses(tokens, 2)) == (0, [])
+
+
+def test_a_longer_match_is_worth_more() -> None:
+    rates = list[float]()
+    for alike in (LEAST_MATCH, 5, 9, MOST_COMPARED + 4):
+        tokens = [*drawn(40, 10**6), 7, *range(100, 100 + alike), 8, 9, *range(100, 100 + alike)]
+        text = own_text()
+        assert text.read(tokens, len(tokens))
+        assert text.matched == min(alike, MOST_COMPARED)
+        rates.append(text.rate())
+        assert text.rate(MOST_COMPARED) == FIRST_RATES[-1]
+    assert rates == list(FIRST_RATES)
+
+
+def test_a_request_learns_how_good_its_guesses_are_and_so_does_its_engine() -> None:
+    """Each token says whether its guess was right, though nothing was drafted."""
+    engine = Rates(FIRST_RATES)
+    right, wrong = own_text(engine=engine), own_text(engine=engine)
+    tokens = list(range(50)) * 2
+    assert right.read(tokens, 50)
+    assert right.rate() > FIRST_RATES[-1]
+    tokens = list(range(50))
+    for mistake in range(1000, 1020):
+        tokens += [1, 2, 3, mistake]
+    tokens += [1, 2, 3]
+    assert wrong.read(tokens, 50)
+    assert wrong.rate() < 0.1
+    assert wrong.rate() < engine.rate(0) < FIRST_RATES[0]
+
+
+def test_rates_stay_between_nothing_and_one_and_follow_what_is_recent() -> None:
+    engine = Rates(FIRST_RATES)
+    request = engine.of_request()
+    for _ in range(200):
+        request.note(0, True)
+    assert 0.95 < request.rate(0) <= 1
+    for _ in range(20):
+        request.note(0, False)
+    assert 0 <= request.rate(0) < 0.3 < engine.rate(0)
+    assert engine.of_request().rate(0) == engine.rate(0)
+    assert [request.rate(kind) for kind in (1, 2, 3)] == list(FIRST_RATES[1:])
+
+
+@given(st.lists(st.integers(0, 3), max_size=80), st.integers(1, 80), st.integers(1, 7))
+def test_how_a_text_is_read_changes_no_guess(tokens: list[int], split: int, count: int) -> None:
+    """A resumed answer is read at once, and others token by token."""
+    num_prompt = min(split, len(tokens))
+    text, known = own_text(), tokens[:num_prompt]
+    text.read(known, num_prompt)
+    for token in tokens[num_prompt:]:
+        known.append(token)
+        assert text.read(known, num_prompt)
+    at_once = own_text()
+    assert at_once.read(tokens, num_prompt)
+    assert (text.matched, text.guesses(tokens, count)) == (at_once.matched, at_once.guesses(tokens, count))
+    assert text.rate() == at_once.rate()
+    if guesses := at_once.guesses(tokens, count):
+        assert len(guesses) == count
+        assert any(
+            tokens[end - LEAST_MATCH : end] == tokens[-LEAST_MATCH:] and tokens[end] == guesses[0]
+            for end in range(LEAST_MATCH, len(tokens))
+        )
+
+
+def test_all_answers_to_a_prompt_share_its_index() -> None:
+    prompt = [*drawn(5000, 10**6), 1, 2, 3, 4]
+    parent = own_text()
+    child = own_text(parent.prompt)
+    while not parent.read([*prompt, 1], len(prompt)):
+        pass
+    tokens = Counted([*prompt, 1, 2, 3])
+    assert child.read(tokens, len(prompt))
+    assert tokens.reads < 100
+    assert child.guesses(tokens, 1) == [4]
+
+
+def test_what_one_answer_says_is_no_source_of_another() -> None:
+    prompt = [1, 2, 3, 4]
+    parent = own_text()
+    child = own_text(parent.prompt)
+    assert parent.read([*prompt, 7, 8, 9, 5], 4)
+    tokens = [*prompt, 7, 8, 9]
+    assert child.read(tokens, 4)
+    assert child.matched == 0
+
+
+@pytest.mark.parametrize("kinds", [1, 2, 1000, 10**6], ids=["all alike", "two", "few", "random"])
+def test_a_step_reads_a_bounded_part_and_all_of_them_a_linear_one(kinds: int) -> None:
+    """Whatever the text is: each token is read a constant number of times."""
+    most = LEAST_MATCH + MOST_COMPARED * 2 + 2 * LEAST_MATCH + 2
+    for length in (READ_AT_ONCE, 4 * READ_AT_ONCE):
+        tokens, text, calls = Counted(drawn(length, kinds)), own_text(), 0
+        done = False
+        while not done:
+            before = tokens.reads
+            done = text.read(tokens, length // 2)
+            calls += 1
+            assert tokens.reads - before <= 2 * READ_AT_ONCE * most
+        assert calls <= 2 + length // READ_AT_ONCE
+        assert tokens.reads <= length * most
+        before = tokens.reads
+        assert text.read(tokens, length // 2)
+        text.guesses(tokens, 7)
+        assert tokens.reads - before <= 2 * 7
+
+
+def test_a_long_prompt_is_read_in_parts() -> None:
+    length = 3 * READ_AT_ONCE + 5
+    tokens = [*drawn(length - 2, 10**6), 1, 2]
+    text = own_text()
+    tokens += [3, 4, 1, 2, 3]
+    assert [text.read(tokens, length) for _ in range(4)] == [False, False, False, True]
+    assert text.guesses(tokens, 1) == [4]
+
+
+def test_an_index_has_about_a_hundred_bytes_for_each_token() -> None:
+    tokens = drawn(READ_AT_ONCE, 10**6)
+    text = own_text()
+    assert text.read(tokens, len(tokens))
+    index = text.prompt.last_place
+    assert len(index) <= len(tokens)
+    run = next(iter(index))
+    assert sys.getsizeof(index) / len(index) + sys.getsizeof(run) <= 200
