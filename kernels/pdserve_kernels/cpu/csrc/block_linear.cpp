@@ -8,8 +8,7 @@
 namespace pdserve {
 namespace {
 
-// While several rows are multiplied, the panel is prefetched so many bytes ahead. With one or two rows, the loads
-// themselves keep memory busy.
+// The panel is prefetched so many bytes ahead, also for a single row.
 constexpr long kAhead = 4096;
 
 struct BlockShape {
@@ -154,7 +153,7 @@ inline __attribute__((always_inline)) void vectors_product(InputRows x, BlockSha
     const uint8_t* chunk = panel + at / F::kChunkSpans * kChunkBytes<F>;
     const long s = at % F::kChunkSpans;
     const uint8_t *span = chunk + s * F::kSpanBytes, *scales = chunk + kScalesAt<F>;
-    if (kRows > 2 && ahead) {
+    if (ahead) {
       for (long line = 0; line < F::kSpanBytes; line += kLine) __builtin_prefetch(span + ahead + line);
     }
 #pragma GCC unroll 2
@@ -212,15 +211,20 @@ void block_products(const InputRows& x, long row, long rows, BlockShape shape, c
 
 template <class F>
 void block_linear(const Bf16* from, const uint8_t* panels, const Bf16* bias, Bf16* out, long rows, BlockShape shape) {
-  const InputRows x = room_for(Keep::kInputs, rows, shape.inner);
+  // The last three rows would be groups of two and one, which take longer than four rows: the last one is there twice.
+  const long filled = rows + (rows % 4 == 3);
+  const InputRows x = room_for(Keep::kInputs, filled, shape.inner);
   const long bytes = panel_bytes<F>(shape), count = shape.panels();
   together([&] {
-    each(rows, [&](long row) { quantise_row<F>(from + row * shape.inner, x, row, rows, shape.inner); });
+    each(filled, [&](long row) {
+      quantise_row<F>(from + std::min(row, rows - 1) * shape.inner, x, row, filled, shape.inner);
+    });
     each(count, [&](long p) {
       const long column = p * kBlockColumns, width = shape.outer - column;
       float offset[kBlockColumns] = {};
       for (long c = 0; bias && c < std::min(width, kBlockColumns); c++) offset[c] = widen(bias[column + c]);
-      block_products<F>(x, 0, rows, shape, panels + p * bytes, [&](long row, const float* sums) {
+      block_products<F>(x, 0, filled, shape, panels + p * bytes, [&](long row, const float* sums) {
+        if (row == rows) return;
         for (long c = 0; c < std::min(width, kBlockColumns); c += kLanes) {
           store_part(out + row * shape.outer + column + c, load(sums + c) + load(offset + c), width - c);
         }
