@@ -116,7 +116,7 @@ def test_a_peer_that_cannot_be_started_is_a_mistake_of_the_command_line() -> Non
             run(BenchProxyConfig(proxying=dataclasses.replace(SMALL, peer_command=command)), os.environ)
 
 
-# A plain request of the proxy takes 16 to 19 times the CPU of the backend's own, a stream 1.6 to 1.7 times. Before
+# A plain request of the proxy takes 17 to 19 times the CPU of the backend's own, a stream 1.6 to 1.7 times. Before
 # the proxy's lead was won back, it was 26 to 38 and 1.7 to 2.1.
 MOST_PLAIN, MOST_STREAM = 23.0, 2.2
 

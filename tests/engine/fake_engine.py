@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pdserve.config import Batching, KvOverlap, SchedulerConfig
+from pdserve.config import Batching, KvOverlap, SchedulerConfig, Speculate
 from pdserve.engine.kv_cache.block_manager import BlockManager
 from pdserve.engine.kv_cache.block_table import StateTable
 from pdserve.engine.kv_connector import KvConnector
@@ -119,7 +119,11 @@ class FakeEngine:
         self.collector = OutputCollector()
         self.max_len = max_len
         config = SchedulerConfig(
-            max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens, max_waiting=100, batching=batching
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_waiting=100,
+            batching=batching,
+            speculation=Speculate.OFF,  # a fake step gives one token of each request
         )
         stop = StopRule(frozenset({EOS}), max_len)
         self.grammars = FakeGrammars()

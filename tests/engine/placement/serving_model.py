@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from pdserve.config import Disaggregation, SchedulerConfig
+from pdserve.config import Disaggregation, SchedulerConfig, Speculate
 from pdserve.engine.kv_cache.block_manager import BlockManager
 from pdserve.engine.kv_connector.prompt_fetcher import PromptFetcher
 from pdserve.engine.placement.placement import Placement
@@ -187,7 +187,7 @@ class DecodeServer:
         blocks = BlockManager(8192, BLOCK_SIZE, prefix_cache=False)
         thread: Any = self
         self._connector = PromptFetcher(blocks, thread, 30.0, new_id(), placement)
-        config = SchedulerConfig(max_num_seqs=64, max_num_batched_tokens=CHUNK)
+        config = SchedulerConfig(max_num_seqs=64, max_num_batched_tokens=CHUNK, speculation=Speculate.OFF)
         self._collector = OutputCollector()
         stop = StopRule(frozenset({2}), 4096)
         self._scheduler = Scheduler(blocks, config, stop, self._collector, self._connector.release, placement)

@@ -59,7 +59,7 @@ def test_what_followed_the_last_tokens_is_guessed() -> None:
     assert guessed([1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2, 3], 2) == [4, 5]
 
 
-@pytest.mark.parametrize("tokens", [[], [1], [1, 1], [1, 2, 3], [1, 2, 3, 4, 2, 3], [1, 2, 3, 9, 1, 3]])
+@pytest.mark.parametrize("tokens", [[], [1], [1, 1], [1, 2, 3], [1, 2, 3, 4, 3], [1, 2, 3, 9, 1, 3]])
 def test_without_a_source_nothing_is_guessed(tokens: list[int]) -> None:
     assert guessed(tokens) == []
 
@@ -79,15 +79,15 @@ def test_a_text_that_repeats_its_end_goes_on_to_do_so(period: int) -> None:
 
 
 def test_a_source_stays_while_it_is_right_and_goes_when_it_is_wrong() -> None:
-    tokens = [1, 2, 3, 4, 5, 6, 7, 1, 2, 3]
+    tokens = [1, 2, 3, 4, 5, 6, 7, 2, 3]
     text = own_text()
-    assert text.read(tokens, 8)
+    assert text.read(tokens, 7)
     assert text.guesses(tokens, 2) == [4, 5]
     tokens.append(4)
-    assert text.read(tokens, 8)
+    assert text.read(tokens, 7)
     assert (text.matched, text.guesses(tokens, 2)) == (LEAST_MATCH + 1, [5, 6])
     tokens.append(9)
-    assert text.read(tokens, 8)
+    assert text.read(tokens, 7)
     assert (text.matched, text.guesses(tokens, 2)) == (0, [])
 
 
@@ -112,8 +112,8 @@ def test_a_request_learns_how_good_its_guesses_are_and_so_does_its_engine() -> N
     assert right.rate() > FIRST_RATES[-1]
     tokens = list(range(50))
     for mistake in range(1000, 1020):
-        tokens += [1, 2, 3, mistake]
-    tokens += [1, 2, 3]
+        tokens += [1, 2, mistake]
+    tokens += [1, 2]
     assert wrong.read(tokens, 50)
     assert wrong.rate() < 0.1
     assert wrong.rate() < engine.rate(0) < FIRST_RATES[0]
