@@ -18,6 +18,7 @@ from benchmarks.settings import (
     BenchPlanConfig,
     BenchProxyConfig,
     BenchRolesConfig,
+    BenchSpeculationConfig,
     BenchStreamConfig,
     BenchTurnsConfig,
     check,
@@ -111,6 +112,12 @@ def _turns(config: BenchTurnsConfig, environ: Mapping[str, str]) -> Report:
     return turns.run(config, environ)
 
 
+def _speculation(config: BenchSpeculationConfig, environ: Mapping[str, str]) -> Report:
+    from benchmarks.speculation import benchmark
+
+    return benchmark.run(config, environ)
+
+
 STUDIES = {
     "batching": Study(
         "continuous against static batching, on two real nodes",
@@ -182,13 +189,22 @@ STUDIES = {
         BenchTurnsConfig,
         _turns,
     ),
+    "speculation": Study(
+        "answers that repeat much, and others, with speculation and without",
+        "Two clusters on this machine, one of which speculates, are asked the same in turns: the time of a token, the "
+        "tokens a second, how many drafts were accepted, and that no answer is another one.",
+        BenchSpeculationConfig,
+        _speculation,
+        lambda config: config.speculation.plot,
+        "benchmarks.speculation.plot",
+    ),
 }
 
 USAGE = "\n".join(
     [
         "usage: python -m benchmarks STUDY [--flag value ...]",
         "",
-        *(f"  {name:10}{study.summary}" for name, study in STUDIES.items()),
+        *(f"  {name:13}{study.summary}" for name, study in STUDIES.items()),
         "",
         "  python -m benchmarks STUDY --help lists its settings. pdserve bench compare compares two reports.",
     ]

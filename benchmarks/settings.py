@@ -311,6 +311,35 @@ class BenchTurnsConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class SpeculationBenchConfig:
+    """Requests whose answers repeat much, and others, with speculation and without."""
+
+    rounds: int = setting("rounds", "Each request is answered this often with and without.", 2, minimum=1)
+    clients: tuple[int, ...] = setting("clients", "Requests come from these numbers of clients.", (1, 8))
+    prompts: int = setting("prompts", "At most this many prompts of each kind are sent.", 10, minimum=1)
+    output_tokens: int = setting("output-tokens", "An answer has at most this many tokens.", 256, minimum=2)
+    plot: str = setting("plot", "The plot goes to this file, as PNG.", "", metavar="FILE")
+    startup_timeout_s: float = setting(
+        "startup-timeout-s", "All nodes get this many seconds to come up.", 300.0, minimum=1, maximum=86_400
+    )
+    limit_s: float = setting(
+        "answer-timeout-s", "One answer may take this many seconds.", 300.0, minimum=1, maximum=86_400
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class BenchSpeculationConfig:
+    """The settings of ``benchmarks speculation``."""
+
+    speculation: SpeculationBenchConfig = field(default_factory=SpeculationBenchConfig)
+    report: ReportConfig = field(default_factory=ReportConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    cpu: CpuConfig = field(default_factory=CpuConfig)
+
+
+@dataclass(frozen=True, slots=True)
 class FamiliesBenchConfig:
     """Families with a recipe beside the same models in transformers' code, in bf16 on a CPU."""
 
@@ -489,6 +518,8 @@ def check(config: Any) -> None:
                 _check_workload(workload)
             case BatchingBenchConfig(concurrency=concurrency):
                 check_counts("--concurrency", concurrency)
+            case SpeculationBenchConfig(clients=clients):
+                check_counts("--clients", clients)
             case FamiliesBenchConfig(batches=batches):
                 check_counts("--batches", batches)
             case StreamBenchConfig(streams=streams):

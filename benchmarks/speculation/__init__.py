@@ -1,0 +1,1 @@
+"""Requests whose answers repeat much, and others, with speculation and without."""
