@@ -17,7 +17,7 @@ import pytest
 
 from benchmarks.__main__ import STUDIES
 from benchmarks.goodput.plots import GOODPUT_PLOT, LATENCY_PLOT
-from benchmarks.pages import goodput_page, planning_page, results_plot, sizing_page, stream_tables
+from benchmarks.pages import goodput_page, planning_page, results_plot, sizing_page, speculation_table, stream_tables
 from lab import clusters_page
 from lab.fault_matrix import page as reliability_page
 from lab.fault_matrix.figures import read_figures
@@ -171,6 +171,14 @@ def test_the_tables_of_streaming_are_those_of_the_committed_figures() -> None:
     text = stream_tables.PAGE.read_text()
     report = read_report(stream_tables.FIGURES)
     assert stream_tables.page_with(text, report) == text, "python -m benchmarks.pages.stream_tables writes them anew"
+
+
+def test_the_table_of_speculation_is_that_of_the_committed_figures() -> None:
+    text = speculation_table.PAGE.read_text()
+    report = read_report(speculation_table.FIGURES)
+    assert speculation_table.page_with(text, report) == text, (
+        "python -m benchmarks.pages.speculation_table writes it anew"
+    )
 
 
 NAMED_TEST = re.compile(r"`(tests/[\w/]+\.py)(?:::(\w+))?`")
