@@ -15,7 +15,7 @@ ABSENT_FLAGS = {
     "--enable-custom-logit-processor": "a client's code runs on no node",
     "--enable-return-hidden-states": "hidden states are not shown",
     "--is-embedding": "the model writes text",
-    "--speculative-algorithm": "there is no speculative decoding",
+    "--speculative-algorithm": "the cluster decides by itself what it drafts",
 }
 """Why the cluster is no server with such flags of SGLang. Flags that do not matter here are not named."""
 

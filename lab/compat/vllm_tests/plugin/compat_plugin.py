@@ -24,7 +24,7 @@ ABSENT_FLAGS = {
     "--root-path": "a proxy serves no prefix",
     "--return-tokens-as-token-ids": "a client asks for token ids",
     "--runner pooling": "the model writes text",
-    "--speculative-config": "there is no speculative decoding",
+    "--speculative-config": "the cluster decides by itself what it drafts",
     "--tensor-parallel-size": "the cluster's nodes have one rank",
     "--uds": "a proxy listens on TCP alone",
 }
