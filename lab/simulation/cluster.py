@@ -11,6 +11,7 @@ import signal
 import traceback
 from collections.abc import Callable, Coroutine, Hashable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from random import Random
@@ -26,6 +27,7 @@ from lab.simulation.checks.proxy_processes import ProxyProcesses
 from lab.simulation.checks.role_moves import watched_decider
 from lab.simulation.checks.witness import Witness
 from lab.simulation.clients import MODEL, ClientRequest, ask
+from lab.simulation.drafts import speculation
 from lab.simulation.engine_program import BLOCK_SIZE, EngineProgram, Pace, RankProgram, RunningEngine, rank_model
 from lab.simulation.machine.links import Fabric, LinkTransport
 from lab.simulation.machine.network import Network
@@ -67,6 +69,7 @@ from pdserve.config import (
     RolesConfig,
     RoutingConfig,
     SchedulerConfig,
+    Speculate,
     TargetsConfig,
     TransferConfig,
     WorkersConfig,
@@ -282,16 +285,25 @@ class Node:
         self._hangs = 0
         """The stops that may still let the node miss a sign of life, or the ranks wait for each other for too long."""
 
+    def _scheduling(self) -> SchedulerConfig:
+        shape = self.cluster.shape
+        config = SchedulerConfig(
+            max_num_seqs=shape.max_num_seqs,
+            max_num_batched_tokens=shape.max_num_batched_tokens,
+            max_waiting=shape.max_waiting,
+        )
+        if self.number >= len(shape.draft_tokens):
+            return config
+        if not (count := shape.draft_tokens[self.number]):
+            return replace(config, speculation=Speculate.OFF)
+        return replace(config, speculation=Speculate.NGRAM, draft_tokens=count)
+
     async def _main(self, secret: bytes) -> int:
         shape = self.cluster.shape
         config = NodeConfig(
             model=ModelConfig(served_model_name=MODEL, max_model_len=self.max_model_len),
             cache=CacheConfig(block_size=BLOCK_SIZE, kv_cache_mib=1),
-            scheduler=SchedulerConfig(
-                max_num_seqs=shape.max_num_seqs,
-                max_num_batched_tokens=shape.max_num_batched_tokens,
-                max_waiting=shape.max_waiting,
-            ),
+            scheduler=self._scheduling(),
             transfer=TransferConfig(host=self.host, disaggregation=shape.disaggregation),
             http=HttpConfig(host=self.host, port=HTTP_PORT, drain_s=5.0),
             discovery=DiscoveryConfig(
@@ -675,6 +687,7 @@ def simulate(seed: int, shape: Shape) -> Iterator[Cluster]:
                 pdserve_proxy__requests__admission_queue__AdmissionQueue=cluster.witness.queue(),
                 pdserve_proxy__serving__TicketSigner=cluster.witness.signer(),
                 pdserve_proxy__relay__relay__Dispatch=cluster.witness.dispatch(),
+                pdserve__engine__scheduling__scheduler__Speculation=speculation(shape.right_drafts),
                 pdserve__engine__placement__placement__PrefillNode=watched_prefill_node(cluster),
                 pdserve__api__node__server__gc=SimpleNamespace(collect=lambda: None, freeze=lambda: None),
                 pdserve__engine__kv_connector__transfer_memory__transport_for=lambda *_, rank, **__: partial(

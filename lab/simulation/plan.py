@@ -75,6 +75,10 @@ class Shape:
     """The requests that may wait at a node."""
     prefill_answers: bool = False
     """Whether prefill nodes that have nothing to prefill answer requests themselves."""
+    draft_tokens: tuple[int, ...] = ()
+    """How many drafts each node checks of a request at once; 0 is none. Without a number, what is the default."""
+    right_drafts: float | None = None
+    """The share of drafts that are right; None if they come from requests' own texts."""
     buffer_bytes: int = 64 * 1024
     """What a program writes before it is told that the other side does not read. Short answers need a small one."""
 
@@ -355,12 +359,15 @@ MORE_REQUESTS = 8
 """So many more requests are a load for which nodes change their roles, or prefill nodes answer."""
 RANKS_SHARE = 0.2
 REFUSED_SHARE = 0.15
+WHOLE_SHARE = 0.4
 STRANGER_SHARE = 0.25
 AT_ONCE_S = 0.5
 PREFILL_ANSWERS_FROM = 10_000
 """Seeds below it are older than that prefill nodes answer, and stand for what they have always stood for."""
 GROUPS_FROM = 60_000
 """Seeds below it are older than that a cache has several groups."""
+DRAFTS_FROM = 70_000
+"""Seeds below it are older than drafts, and draft nearly nothing."""
 VANISHED_S = 6.0
 """A proxy has dropped a node by then that sends no heartbeats."""
 
@@ -397,6 +404,10 @@ def plan_of(seed: int) -> Plan:
     plan = _stranger(_ranked(plan, Random(f"ranks {seed}")), Random(f"stranger {seed}"))
     if seed >= PREFILL_ANSWERS_FROM:
         plan = _with_answers(plan, Random(f"prefill answers {seed}"))
+    if seed >= DRAFTS_FROM:
+        plan = _with_drafts(plan, Random(f"drafts {seed}"))
+        if Random(f"shape {seed}").random() < WHOLE_SHARE:
+            return plan
     return plan if seed < GROUPS_FROM else _with_groups(plan, Random(f"groups {seed}"))
 
 
@@ -478,6 +489,13 @@ def _with_groups(plan: Plan, random: Random) -> Plan:
     shape = replace(
         plan.shape, cache=cache, window_blocks=random.choice((20, 30, 64)), states=random.choice((6, 12, 32))
     )
+    return replace(plan, shape=shape)
+
+
+def _with_drafts(plan: Plan, random: Random) -> Plan:
+    """Returns the plan with nodes that draft, each of them as many tokens as it likes, and a part of them none."""
+    numbers = tuple(random.choice((0, 1, 3, 7, 7)) for _ in plan.shape.roles)
+    shape = replace(plan.shape, draft_tokens=numbers, right_drafts=random.choice((0.0, 0.5, 0.8, 0.95, 1.0)))
     return replace(plan, shape=shape)
 
 

@@ -50,12 +50,16 @@ def tokens_of(prompt: Sequence[int], max_tokens: int, salt: str = "", seed: int 
         digest = after(digest, token)
     tokens: list[int] = []
     while len(tokens) < max_tokens:
-        first, second = likeliest(digest)
-        tokens.append(first if seed is None else _drawn(first, second, seed, len(tokens)))
+        tokens.append(token_at(likeliest(digest), len(tokens), seed))
         if tokens[-1] == EOS:
             break
         digest = after(digest, tokens[-1])
     return tokens
+
+
+def token_at(two: tuple[int, int], position: int, seed: int | None) -> int:
+    """Returns an answer's token at a position, of the two likeliest there: the first, or with a seed the drawn one."""
+    return two[0] if seed is None else _drawn(*two, seed, position)
 
 
 def _drawn(first: int, second: int, seed: int, position: int) -> int:

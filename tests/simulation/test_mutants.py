@@ -36,6 +36,8 @@ IN_EVERY_TEST_RUN = {
     "two busy nodes turn a request away while a third is free",
     "prompts that are fetched take the places of the batch",
     "a connection that has ended takes the next one with its number along",
+    "a wrong draft is accepted",
+    "blocks with wrong drafts are found in the prefix cache",
 }
 """Some for each part of the product. The others are looked for at night."""
 NEARBY = 20

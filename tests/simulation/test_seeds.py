@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from lab.simulation.clients import Outcome
 from lab.simulation.plan import (
+    DRAFTS_FROM,
     GROUPS_FROM,
     CacheShape,
     FaultKind,
@@ -23,10 +26,14 @@ from lab.simulation.plan import (
 )
 from lab.simulation.run import Result, run_plan, shrunk
 from pdserve.config import Disaggregation
+from pdserve.engine.request import Request
+from pdserve.engine.scheduling.batch_plan import Work
+from pdserve.engine.scheduling.scheduler import Scheduler
 
 SEEDS = (
     *(0, 1, 2, 3, 22, 173, 308, 359, 410, 493, 497, 568, 1044, 1087, 10_000, 10_001, 10_002, 10_003, 10_004, 10_016),
     *(60_000, 60_001, 60_003, 60_014),
+    *(70_000, 70_002, 70_005),
 )
 """Together they have each fault, each manner of a client and each intrusion. The others run at night."""
 FOUND = [
@@ -65,6 +72,32 @@ def test_a_request_is_answered_by_a_prefill_node_that_has_nothing_to_prefill() -
     assert result.violations == ()
     assert set(result.outcomes) == {Outcome.COMPLETE}
     assert any("decode=prefill0.1 prefill=-" in line and "outcome=ok" in line for line in result.lines)
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("right", [0.0, 0.7, 1.0])
+@pytest.mark.parametrize("cache", CacheShape)
+def test_an_answer_with_drafts_is_the_right_one(
+    right: float, cache: CacheShape, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafts = Counter[str]()
+    take = Scheduler._take_with_drafts
+
+    def counted(self: Scheduler, work: Work, *others: Any) -> list[Request]:
+        before = self.counters.accepted_drafts
+        failed = take(self, work, *others)
+        drafts["all"] += len(work.drafts)
+        drafts["accepted"] += self.counters.accepted_drafts - before
+        return failed
+
+    monkeypatch.setattr(Scheduler, "_take_with_drafts", counted)
+    shape = Shape(cache=cache, draft_tokens=(7, 7), right_drafts=right)
+    requests = [PlannedRequest(0.1 * i, tuple(range(3, 16 + i)), 30, choices=1 + i % 2, seed=i) for i in range(4)]
+    result = run_plan(7, Plan(shape, tuple(requests)))
+    assert result.violations == ()
+    assert drafts["all"] > 20
+    if right in (0.0, 1.0):
+        assert bool(drafts["accepted"]) == bool(right)
 
 
 @pytest.mark.integration
@@ -128,6 +161,9 @@ def test_the_seeds_of_each_test_run_have_all_that_may_happen() -> None:
     assert any(shape.moves_roles for shape in shapes)
     assert any(shape.prefill_answers for shape in shapes)
     assert {shape.cache for shape in shapes} == set(CacheShape)
+    drafting = [shape for shape in shapes if shape.right_drafts is not None]
+    assert any(len(set(shape.draft_tokens)) > 2 and 0 in shape.draft_tokens for shape in drafting)
+    assert {shape.cache for shape in drafting} >= {CacheShape.WHOLE, CacheShape.STATE, CacheShape.ALL_KINDS}
 
 
 @pytest.mark.nightly
@@ -139,7 +175,11 @@ def test_what_was_found_stays_mended(seed: int) -> None:
 @pytest.mark.nightly
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
-    "first", [*range(0, NIGHTLY_SEEDS, NIGHTLY_AT_ONCE), GROUPS_FROM, GROUPS_FROM + NIGHTLY_AT_ONCE]
+    "first",
+    [
+        *range(0, NIGHTLY_SEEDS, NIGHTLY_AT_ONCE),
+        *(start + more for start in (GROUPS_FROM, DRAFTS_FROM) for more in (0, NIGHTLY_AT_ONCE)),
+    ],
 )
 def test_no_seed_of_many_breaks_a_promise(first: int) -> None:
     _check(range(first, first + NIGHTLY_AT_ONCE))

@@ -88,6 +88,30 @@ class Mutant:
 
 MUTANTS = (
     Mutant(
+        "a wrong draft is accepted",
+        70_000,
+        "pdserve.engine.scheduling.scheduler.Scheduler",
+        "_take_with_drafts",
+        "token.token_id != drafts[number]",
+        "token.token_id + 1 == drafts[number]",
+    ),
+    Mutant(
+        "blocks with wrong drafts are found in the prefix cache",
+        70_003,
+        "pdserve.engine.scheduling.scheduler.Scheduler",
+        "_take_with_drafts",
+        "self._blocks.computed(request, before + number)",
+        "self._blocks.computed(request, before + len(drafts))",
+    ),
+    Mutant(
+        "a state after wrong drafts is gone on with",
+        70_000,
+        "pdserve.engine.scheduling.batch_plan.Work",
+        "num_final_tokens",
+        "if self.drafts and keeps_states:",
+        "if False:",
+    ),
+    Mutant(
         "a state stays that of the step before",
         60_001,
         f"{KV_CACHE}.block_manager.BlockManager",
