@@ -178,10 +178,10 @@ class SchedulerConfig:
 
     @property
     def most_rows(self) -> int:
-        """The most tokens that a step computes as rows of their own: one of each request, and drafts beside few."""
+        """The most tokens that a step computes as rows of their own: one of each request, and drafts of one."""
         if self.speculation is Speculate.OFF or self.batching is Batching.STATIC:
             return self.max_num_seqs
-        return max(self.max_num_seqs, 1 + self.draft_tokens)
+        return self.max_num_seqs + self.draft_tokens
 
 
 @dataclass(frozen=True, slots=True)

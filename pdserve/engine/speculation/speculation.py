@@ -92,7 +92,8 @@ class Speculation:
         for each, count in zip(guessed, self._counts(guessed, plan, budget), strict=True):
             work = plan.work[each.place]
             request = work.request
-            if count and self._has_blocks(request, count, len(plan.work)):
+            count = self._with_blocks(request, count, len(plan.work))
+            if count:
                 plan.work[each.place] = msgspec.structs.replace(work, drafts=tuple(each.tokens[:count]))
                 budget.spend_rows(count, count * len(request.token_ids))
 
@@ -118,7 +119,7 @@ class Speculation:
             count, self._untried = 1, 0
         for request in wanting if count else ():
             # Drafts end where the blocks do.
-            self._has_blocks(request, count, len(requests))
+            self._with_blocks(request, count, len(requests))
         return (wanting, count) if count else ([], 0)
 
     def put(self, request: Request, drafts: Sequence[int]) -> None:
@@ -160,15 +161,15 @@ class Speculation:
 
     # ------------------------------------------------------------ drafts of a step
 
-    def _has_blocks(self, request: Request, count: int, running: int) -> bool:
-        """Takes blocks for so many drafts of a request; returns False if it has none for them.
+    def _with_blocks(self, request: Request, count: int, running: int) -> int:
+        """Takes blocks for so many drafts of a request; returns for how many it has blocks.
 
         Where blocks are short, those that are left are for tokens that are certain to come.
         """
-        needed = len(request.token_ids) + count
-        if self._blocks.free_by_group()[0] < running and needed > len(request.block_table) * self._blocks.block_size:
-            return False
-        return self._blocks.reserve(request, needed)
+        length = len(request.token_ids)
+        if self._blocks.free_by_group()[0] < running:
+            count = min(count, len(request.block_table) * self._blocks.block_size - length)
+        return count if count > 0 and self._blocks.reserve(request, length + count) else 0
 
     def _left(self, request: Request) -> int:
         """Returns how many drafts of a request a step may check at most."""
