@@ -25,17 +25,17 @@ class KnownText(OwnText):
     """Guesses what the model gives after a request's tokens, with mistakes."""
 
     def __init__(self, request: Request, right_share: float) -> None:
-        super().__init__(Rates(FIRST_RATES), PromptText())
+        super().__init__(Rates(FIRST_RATES), PromptText(request.num_prompt_tokens))
         self.matched = CONFIDENT
         self._request, self._right_share = request, right_share
         self._digest, self._num_digested = beginning(request.terms.prompt.cache_salt), 0
         self._random = Random(request.uuid)
 
-    def read(self, tokens: Sequence[int], num_prompt_tokens: int) -> bool:
+    def read(self, tokens: Sequence[int], num_prompt_tokens: int, most: int) -> int:
         for token in tokens[self._num_digested :]:
             self._digest = after(self._digest, token)
         self._num_digested = len(tokens)
-        return True
+        return 0
 
     def guesses(self, tokens: Sequence[int], count: int) -> list[int]:
         sampling, digest = self._request.sampling, self._digest
@@ -61,7 +61,7 @@ def speculation(right_share: float | None) -> type[Speculation]:
     class KnowingSpeculation(Speculation):
         def add_drafts(self, plan: BatchPlan, budget: StepBudget) -> None:
             for work in plan.work:
-                if work.request.own_text is None:
+                if not isinstance(work.request.own_text, KnownText):
                     work.request.own_text = KnownText(work.request, share)
             super().add_drafts(plan, budget)
 

@@ -6,14 +6,14 @@ import hashlib
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import msgspec
 import torch
 
-from pdserve.config import EngineConfig, KvStaging, Overlap, Switch
+from pdserve.config import EngineConfig, KvStaging, Overlap, Speculate, Switch
 from pdserve.control.frame import Secrets
 from pdserve.engine.api_channel import ApiChannel
 from pdserve.engine.core_lending import Cores, open_cores
@@ -21,7 +21,7 @@ from pdserve.engine.kv_cache.block_manager import BlockManager
 from pdserve.engine.kv_cache.cache_size import block_counts, context_length, with_sizes
 from pdserve.engine.kv_connector import KvConnector, open_connector, ucx_label
 from pdserve.engine.kv_connector.transfer_memory import shared_memory
-from pdserve.engine.launched_step import StepRunner
+from pdserve.engine.launched_step import DraftRunner, StepRunner
 from pdserve.engine.placement.latency_targets import LatencyTargets
 from pdserve.engine.placement.placement import Placement
 from pdserve.engine.placement.step_cost import StepCost
@@ -45,7 +45,7 @@ from pdserve.models.checkpoint.fingerprint import fingerprint
 from pdserve.models.checkpoint.gguf.file import forget_gguf, is_gguf
 from pdserve.models.group_sizes import prompt_bytes
 from pdserve.models.rank_cache import cache_place, compared_groups, rank_sizes
-from pdserve.models.runner import CudaGraphs, ModelRunner, StepRow
+from pdserve.models.runner import CudaGraphs, DraftRow, ModelRunner, StepRow
 from pdserve.models.tp.shares import TpGroup
 from pdserve.wire.cache_groups import GroupBlocks, Keep
 from pdserve.wire.discovery import GroupCapacity
@@ -105,6 +105,7 @@ def assemble(
     )
     progress("preparing kernels")
     backend = rank_backend(config, device)
+    config = with_recorded_drafts(config, backend.graph_kernels is not None, groups)
     cores = open_cores(config, backend.kernels)
     block_kernels = kept_block_kernels(config, backend)
     cache_dir = Path(config.cache_dir)
@@ -140,7 +141,7 @@ def assemble(
     forget_gguf()
     progress("warming up")
     tokens = warm_up_tokens(config.scheduler.max_num_batched_tokens, max_model_len, device)
-    warm_up(runner, tokens, block_size, groups[1:])
+    warm_up(runner, tokens, block_size, groups[1:], runner if drafts else None)
     if backend.graph_kernels is not None and config.model.cuda_graphs is Switch.ON:
         progress("recording decode steps")
         runner.capture_decode(backend.graph_kernels, config.scheduler.most_rows, CudaGraphs())
@@ -239,6 +240,19 @@ def _process_ids(ranks: Ranks | None) -> dict[str, int]:
     return {"engine": os.getpid(), **{f"rank-{number}": pid for number, pid in enumerate(others, start=1)}}
 
 
+def with_recorded_drafts(config: EngineConfig, records: bool, groups: Sequence[GroupBlocks]) -> EngineConfig:
+    """Returns the settings without drafts where nobody has asked for them and steps with drafts are not recorded.
+
+    Rows of one request that go on with each other's states are in no recorded step, and launched one by one, a step
+    takes several times as long. ``records`` says whether the device records steps.
+    """
+    scheduler, keeps_states = config.scheduler, any(group.spec.keep is Keep.LATEST for group in groups[1:])
+    recorded = records and config.model.cuda_graphs is Switch.ON
+    if not (recorded and keeps_states and scheduler.speculation is Speculate.AUTO):
+        return config
+    return replace(config, scheduler=replace(scheduler, speculation=Speculate.OFF))
+
+
 def overlaps(config: EngineConfig, device: torch.device) -> bool:
     """Returns whether decode steps are launched ahead.
 
@@ -292,16 +306,24 @@ class _LoadingStage:
             self._progress(f"loading weights, {tenth * 10} %")
 
 
-def warm_up(runner: StepRunner, tokens: int, block_size: int, bounded: Sequence[GroupBlocks] = ()) -> None:
+def warm_up(
+    runner: StepRunner,
+    tokens: int,
+    block_size: int,
+    bounded: Sequence[GroupBlocks] = (),
+    drafter: DraftRunner | None = None,
+) -> None:
     """Computes a chunk of a prompt, then a token: every library allocates and chooses its code before any request.
 
-    ``bounded`` are the groups of the cache that do not keep whole contexts.
+    ``bounded`` are the groups of the cache that do not keep whole contexts. ``drafter`` drafts behind both.
     """
     blocks = range(-(-(tokens + 1) // block_size))
     chunk = StepRow([0] * tokens, 0, blocks, True, others=[_table(group, len(blocks), -1) for group in bounded])
     token = StepRow([0], tokens, blocks, True, others=[_table(group, len(blocks), 0) for group in bounded])
     for row in (chunk, token):
         runner.run([row])
+        if drafter is not None:
+            drafter.draft([DraftRow(0, row.token_ids, True)], 2)
     runner.clear([*blocks, *(block for table in token.others for block in table)])
 
 

@@ -110,7 +110,8 @@ def known_rows(step: LaunchedStep, wanting: Set[Request]) -> list[tuple[Request,
         together = work.num_tokens if work.is_chunk else 1
         for at in range(start, start + work.num_rows, together):
             known = tokens[at + 1 : at + 1 + together]
-            if known and not request.ended and request.block_table:
+            # A request that has ended has blocks only while its children wait for them.
+            if known and request.block_table:
                 wanted = request in wanting and at + len(known) == len(tokens) - 1
                 found.append((request, DraftRow(row, known, wanted)))
             row += 1

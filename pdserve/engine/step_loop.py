@@ -95,7 +95,7 @@ class StepWatch:
         """``ranks_s`` is how long another rank may keep this one waiting in a step."""
         self._step_cost = step_cost
         self._ranks_s = ranks_s
-        self._kinds: set[tuple[int, int]] = set()
+        self._kinds: set[tuple[int, int, bool]] = set()
         """The kinds of steps that there were."""
         self._targets = targets
         self._target_s = 0.0
@@ -106,13 +106,16 @@ class StepWatch:
         self._tokens = 0
         self._computed_prompt_tokens = 0
 
-    def expected_s(self, plan: BatchPlan) -> float:
-        """Returns how long a step that is about to be computed may take, generously."""
+    def expected_s(self, plan: BatchPlan, drafting: bool = False) -> float:
+        """Returns how long a step that is about to be computed may take, generously.
+
+        ``drafting`` asks for how long the model may take to draft what follows it.
+        """
         # Chunks are few. To add up the contexts of all requests would cost more than this is worth.
         chunks = plan.chunks
         tokens = sum(work.num_tokens for work in chunks)
         rows = len(plan.work) + sum(len(work.drafts) for work in plan.work)
-        kind = (rows.bit_length(), tokens.bit_length())
+        kind = (rows.bit_length(), tokens.bit_length(), drafting)
         least_s = 0.0 if kind in self._kinds else FIRST_STEP_S
         self._kinds.add(kind)
         before = max((work.request.num_computed_tokens for work in chunks), default=0)
@@ -424,11 +427,12 @@ class StepLoop:
         rows = known_rows(step, set(wanting))
         if not rows:
             return
-        self._life.show(self._watch.expected_s(step.plan))
+        self._life.show(self._watch.expected_s(step.plan, drafting=True))
         drafts = drafter.draft([row for _, row in rows], count)
         for (request, _), drafted in zip([each for each in rows if each[1].wanted], drafts, strict=True):
             speculation.put(request, drafted)
-        speculation.drafted_for(count, time.monotonic() - began)
+        if not step.plan.num_prompt_tokens:
+            speculation.drafted_for(count, time.monotonic() - began)
 
     # ------------------------------------------------------------ output
 

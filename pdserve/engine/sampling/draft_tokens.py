@@ -54,5 +54,6 @@ class DraftTokens:
         if request in self._sampled:
             return self._sampled[request][number - 1]
         source = self._places[request] + number - 1
-        row = SamplingRow.of(request)
-        return sample(self._logits, [row], self._eos_token_ids, [source], self._grammar_time)[0]
+        # Of the step's logits, no others are looked at.
+        logits, row = self._logits[source : source + 1], SamplingRow.of(request)
+        return sample(logits, [row], self._eos_token_ids, time=self._grammar_time)[0]

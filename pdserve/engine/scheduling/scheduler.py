@@ -79,7 +79,9 @@ class Scheduler:
         self._step_cost = placement.step_cost
         self._targets = placement.targets
         self._static = config.batching is Batching.STATIC
-        self.speculation = Speculation(config, self._blocks, stop, self._step_cost, by_model=model_drafts)
+        self.speculation = Speculation(
+            config, self._blocks, stop, self._step_cost, self._targets, by_model=model_drafts
+        )
         self.accepted_drafts_by_place = [0] * config.draft_tokens
         """How many drafts were accepted: first, second and so on of their steps."""
         self._stop = stop
@@ -186,9 +188,9 @@ class Scheduler:
         # What was just preempted is not admitted again at once, unless nothing else is left to do.
         if self.counters.preemptions == preemptions or not plan.work:
             self._admit(plan, budget, now)
-        self.speculation.add_drafts(plan, budget)
         if any(work.num_tokens > 1 for work in plan.work):
             plan.work.sort(key=lambda work: work.is_chunk)
+        self.speculation.add_drafts(plan, budget)
         plan.refused.extend(self._orders_without_blocks())
         return plan
 
@@ -558,7 +560,7 @@ class Scheduler:
         self.counters.preemptions += 1
         if request.notes is not None:
             request.notes.moment(MomentKind.PREEMPTED, self._now)
-        request.num_computed_tokens = 0
+        request.num_computed_tokens, request.own_text = 0, None
         self._queues.move(request, Status.WAITING)
         self._release(request)
 

@@ -67,7 +67,11 @@ class StepBudget:
         aim_s = self._targets.aim_s(self._rows, self._context_tokens, self._own_itl) if self._decodes else None
         if aim_s is None:
             return math.inf
-        return aim_s - self._step_cost.estimate_s(self._rows, self._context_tokens, 0) - self._prompt_s
+        cost = self._step_cost
+        if not self._prompt_tokens:
+            return aim_s - cost.estimate_s(self._rows, self._context_tokens, 0)
+        fixed_s = cost.estimate_s(self._rows, self._context_tokens, 1) - cost.prompt_s(1)
+        return aim_s - fixed_s - self._prompt_s
 
     def for_request(self, request: Request) -> int:
         """Returns how many of a request's tokens the step may compute."""

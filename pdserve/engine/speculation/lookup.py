@@ -22,7 +22,9 @@ LEAST_MATCH = 2
 MOST_COMPARED = 16
 """The tokens before a source are compared so far, to say how long the text is that led to it."""
 READ_AT_ONCE = 4096
-"""A step reads at most so many tokens of one request. This takes about a millisecond."""
+"""A step reads at most so many tokens, of all its requests together. Of prompts, this takes about a millisecond."""
+MOST_INDEXED = 2**15
+"""Of a longer prompt, only the end is looked up."""
 
 _LONG_MATCHES = (4, 8, 16)
 """A guess after a match of about as many tokens is about as good. These begin the next better kinds."""
@@ -35,25 +37,25 @@ def _kind(matched: int) -> int:
 
 
 class PromptText:
-    """The index of a prompt without its last token."""
+    """The index of the end of a prompt, without its last token."""
 
     __slots__ = ("_num_read", "last_place")
 
-    def __init__(self) -> None:
-        self._num_read = 0
+    def __init__(self, num_prompt_tokens: int) -> None:
+        self._num_read = max(0, num_prompt_tokens - 1 - MOST_INDEXED)
         self.last_place: dict[tuple[int, ...], int] = {}
         """The place behind the latest occurrence of each run of ``LEAST_MATCH`` tokens."""
 
-    def read(self, tokens: Sequence[int], num_prompt_tokens: int) -> bool:
-        """Reads what is new of a prompt. Returns whether all is read; the rest is read in the next call."""
-        left = num_prompt_tokens - 1 - self._num_read
-        if left > 0:
-            first, end = max(0, self._num_read - LEAST_MATCH + 1), self._num_read + min(left, READ_AT_ONCE)
-            part = tokens[first:end]
-            runs = zip(*(part[offset:] for offset in range(LEAST_MATCH)), strict=False)
-            self.last_place.update(zip(runs, range(first + LEAST_MATCH, end + 1), strict=False))
-            self._num_read = end
-        return left <= READ_AT_ONCE
+    def num_unread(self, num_prompt_tokens: int) -> int:
+        return num_prompt_tokens - 1 - self._num_read
+
+    def read(self, tokens: Sequence[int], count: int) -> None:
+        """Reads the next ``count`` tokens of a prompt."""
+        first, end = max(0, self._num_read - LEAST_MATCH + 1), self._num_read + count
+        part = tokens[first:end]
+        runs = zip(*(part[offset:] for offset in range(LEAST_MATCH)), strict=False)
+        self.last_place.update(zip(runs, range(first + LEAST_MATCH, end + 1), strict=False))
+        self._num_read = end
 
 
 class OwnText:
@@ -72,20 +74,25 @@ class OwnText:
         self.matched = 0
         """The number of tokens before the source that are the last ones of the text, as far as that was looked at."""
 
-    def read(self, tokens: Sequence[int], num_prompt_tokens: int) -> bool:
-        """Reads what is new of ``tokens``, the prompt and the answer. Returns whether all is read.
+    def read(self, tokens: Sequence[int], num_prompt_tokens: int, most: int) -> int:
+        """Reads what is new of ``tokens``, the prompt and the answer, ``most`` of them. Returns how many it has read.
 
-        The rest is read in the next call.
+        The rest is read in the next call: what is guessed before counts for nothing (``matched`` is 0).
         """
-        if not self.prompt.read(tokens, num_prompt_tokens):
-            return False
+        of_prompt = max(0, min(most, self.prompt.num_unread(num_prompt_tokens)))
+        if of_prompt:
+            self.prompt.read(tokens, of_prompt)
+        if self.prompt.num_unread(num_prompt_tokens) > 0:
+            return of_prompt
         # Only what leads to the answer's tokens tells how good guesses are.
-        self._num_read = max(self._num_read, num_prompt_tokens - 1)
-        end = min(len(tokens), self._num_read + READ_AT_ONCE)
-        for place in range(self._num_read, end):
+        start = max(self._num_read, num_prompt_tokens - 1)
+        end = min(len(tokens), start + most - of_prompt)
+        for place in range(start, end):
             self._follow(tokens, place)
         self._num_read = end
-        return end == len(tokens)
+        if end < len(tokens):
+            self._source, self.matched = None, 0
+        return of_prompt + end - start
 
     def rate(self, number: int = 0) -> float:
         """Returns how likely the guess after ``number`` right ones is right."""

@@ -19,12 +19,13 @@ import msgspec
 
 from pdserve.config import Batching, SchedulerConfig, Speculate
 from pdserve.engine.kv_cache.block_tables import BlockTables
+from pdserve.engine.placement.latency_targets import LatencyTargets, OwnItl
 from pdserve.engine.placement.step_cost import StepCost
 from pdserve.engine.request import Request
 from pdserve.engine.scheduling.batch_plan import BatchPlan
 from pdserve.engine.scheduling.request_limits import StopRule
 from pdserve.engine.scheduling.step_budget import StepBudget
-from pdserve.engine.speculation.lookup import FIRST_RATES, OwnText, PromptText
+from pdserve.engine.speculation.lookup import FIRST_RATES, READ_AT_ONCE, OwnText, PromptText
 from pdserve.engine.speculation.model_drafts import ModelDrafts, first_rates
 from pdserve.engine.speculation.rates import Rates
 
@@ -35,7 +36,7 @@ HOPEFUL = 0.5
 SURE = 0.85
 """The model drafts nothing for a request whose own text is right so often."""
 TRIED_EVERY = 32
-"""The model drafts a token once in so many steps where drafts do not pay, to notice when they do again."""
+"""Once in so many steps, drafts that do not pay are looked for or made, to notice when they do again."""
 _KEPT = 0.8
 _LEAST_S = 1e-9
 
@@ -60,23 +61,39 @@ class _Guessed:
     """What a row of this request adds to the step."""
 
 
+def _may_have_drafts(request: Request) -> bool:
+    """Returns whether a request that decodes may have drafts at all."""
+    return request.may_draft and not request.serves_push and not request.children
+
+
 class Speculation:
     """Adds drafts to planned steps, and says how many the model makes. It has no clock."""
 
     def __init__(
-        self, config: SchedulerConfig, blocks: BlockTables, stop: StopRule, step_cost: StepCost, *, by_model: bool
+        self,
+        config: SchedulerConfig,
+        blocks: BlockTables,
+        stop: StopRule,
+        step_cost: StepCost,
+        targets: LatencyTargets,
+        *,
+        by_model: bool,
     ) -> None:
         """``by_model`` says whether the model makes drafts of its own."""
         self._most_drafts, self._most_rows = config.draft_tokens, config.most_rows
         mode = Speculate.OFF if config.batching is Batching.STATIC else config.speculation
         self._by_text = mode in (Speculate.AUTO, Speculate.NGRAM)
         self._by_model = by_model
-        self._blocks, self._stop, self._step_cost = blocks, stop, step_cost
+        self._blocks, self._stop, self._step_cost, self._targets = blocks, stop, step_cost, targets
         self._text_rates = Rates(FIRST_RATES)
         self._model_rates = Rates(first_rates(config.draft_tokens))
         self._draft_s = 0.0
         """What it takes to have the model draft one more token of each request."""
-        self._untried = 0
+        self._model_steps = 0
+        self._may_read = 0
+        """How many tokens of texts may still be read before the next step."""
+        self._pays, self._steps_ahead = True, 0
+        """Whether drafts were added when they were last looked for, and how many steps have not looked since."""
 
     @property
     def is_on(self) -> bool:
@@ -86,6 +103,7 @@ class Speculation:
         """Adds drafts to the plan's requests that decode, where they pay. All else is planned."""
         if not self.is_on or not self._step_cost.decoding_known:
             return
+        self._may_read, self._steps_ahead, self._pays = READ_AT_ONCE, 0, False
         guessed = [found for place in range(len(plan.work)) if (found := self._guess(plan, place)) is not None]
         if not guessed:
             return
@@ -94,17 +112,21 @@ class Speculation:
             request = work.request
             count = self._with_blocks(request, count, len(plan.work))
             if count:
+                self._pays = True
                 plan.work[each.place] = msgspec.structs.replace(work, drafts=tuple(each.tokens[:count]))
                 budget.spend_rows(count, count * len(request.token_ids))
 
     def is_hopeful(self, requests: Iterable[Request]) -> bool:
-        """Returns whether the step after one that is under way is likely to draft: it then waits for this one."""
-        if self._by_model:
-            return True
-        return self._by_text and any(
-            request.may_draft and (text := request.own_text) is not None and text.matched and text.rate() >= HOPEFUL
-            for request in requests
-        )
+        """Returns whether the step after one that is under way is likely to draft: it then waits for this one.
+
+        Where drafts did not pay when they were last looked for, they are looked for once in ``TRIED_EVERY`` steps.
+        """
+        if self._by_model or not self._by_text:
+            return self._by_model
+        self._may_read, self._steps_ahead = READ_AT_ONCE, self._steps_ahead + 1
+        texts = [self._read_text(request) for request in requests if _may_have_drafts(request)]
+        likely = any(text.matched and text.rate() >= HOPEFUL for text in texts)
+        return likely and (self._pays or self._steps_ahead >= TRIED_EVERY)
 
     # ------------------------------------------------------------ drafts of the model
 
@@ -112,14 +134,18 @@ class Speculation:
         """Returns the requests that the model is to draft tokens of now, all of which go on, and how many of each."""
         if not self._by_model:
             return [], 0
+        self._may_read = READ_AT_ONCE
         wanting = [request for request in requests if self._wants_model(request)]
-        count = self._model_count(wanting) if wanting else 0
-        self._untried = 0 if count else self._untried + 1
-        if wanting and self._untried >= TRIED_EVERY:
-            count, self._untried = 1, 0
+        if not wanting:
+            return [], 0
+        count = self._model_count(wanting)
+        self._model_steps += 1
+        if self._model_steps % TRIED_EVERY == 0:
+            # One more than pays says whether it would.
+            count = min(count + 1, self._most_drafts)
         for request in wanting if count else ():
             # Drafts end where the blocks do.
-            self._with_blocks(request, count, len(requests))
+            self._with_blocks(request, min(count, self._left(request)), len(requests))
         return (wanting, count) if count else ([], 0)
 
     def put(self, request: Request, drafts: Sequence[int]) -> None:
@@ -129,17 +155,21 @@ class Speculation:
         request.model_drafts.put(len(request.token_ids), drafts)
 
     def drafted_for(self, count: int, seconds: float) -> None:
-        """Learns how long it took to draft ``count`` tokens of each request that wanted some."""
+        """Learns how long it took to draft ``count`` tokens of each request of a step without chunks.
+
+        The known tokens of the step are computed first, in about the time of a draft.
+        """
         if count:
-            before_s = self._draft_s or seconds / count
-            self._draft_s = _KEPT * before_s + (1 - _KEPT) * seconds / count
+            each_s = seconds / (count + 1)
+            self._draft_s = _KEPT * self._draft_s + (1 - _KEPT) * each_s if self._draft_s else each_s
 
     def _wants_model(self, request: Request) -> bool:
-        if not request.may_draft or self._left(request) < 1:
+        if not _may_have_drafts(request) or self._left(request) < 1:
             return False
-        text, tokens = request.own_text, request.token_ids
-        sure = text is not None and text.read(tokens, request.num_prompt_tokens) and text.matched
-        return not (sure and text is not None and text.rate() >= SURE)
+        if not self._by_text:
+            return True
+        text = self._read_text(request)
+        return not text.matched or text.rate() < SURE
 
     def _model_count(self, requests: Sequence[Request]) -> int:
         """Returns with how many drafts of each request the next step gives most tokens in a second."""
@@ -147,6 +177,7 @@ class Speculation:
         context = sum(len(request.token_ids) for request in requests)
         row_s = self._row_s(context // rows)
         step_s = cost.estimate_s(rows, context, 0) or cost.decode_step_s
+        aim_s = self._targets.aim_s(rows, context, OwnItl.of(request.terms.own_targets for request in requests))
         rates = [request.model_drafts or self._model_rates for request in requests]
         chances, given = [1.0] * rows, float(rows)
         best, count = given / max(step_s, _LEAST_S), 0
@@ -154,7 +185,10 @@ class Speculation:
             chances = [chance * rate.rate(number) for chance, rate in zip(chances, rates, strict=True)]
             given += sum(chances)
             drafts = number + 1
-            speed = given / max(step_s + drafts * (self._draft_s + rows * row_s), _LEAST_S)
+            seconds = step_s + drafts * (self._draft_s + rows * row_s)
+            if aim_s is not None and seconds > aim_s:
+                break
+            speed = given / max(seconds, _LEAST_S)
             if speed > best:
                 best, count = speed, drafts
         return count
@@ -184,7 +218,7 @@ class Speculation:
     def _guess(self, plan: BatchPlan, place: int) -> _Guessed | None:
         work = plan.work[place]
         request = work.request
-        if not (work.decodes and request.may_draft) or request.serves_push or request.children:
+        if not work.decodes or not _may_have_drafts(request):
             return None
         tokens, left = request.token_ids, self._left(request)
         found = [self._chances(source, tokens, left) for source in self._sources(request)]
@@ -196,8 +230,8 @@ class Speculation:
     def _sources(self, request: Request) -> Iterator[_Source]:
         """Yields what may guess the request's next tokens."""
         if self._by_text:
-            text = self._own_text(request)
-            if text.read(request.token_ids, request.num_prompt_tokens) and text.matched:
+            text = self._read_text(request)
+            if text.matched:
                 yield text
         if request.model_drafts is not None:
             request.model_drafts.read(request.token_ids)
@@ -206,9 +240,15 @@ class Speculation:
     def _own_text(self, request: Request) -> OwnText:
         if request.own_text is None:
             parent = request.parent
-            prompt = PromptText() if parent is None else self._own_text(parent).prompt
+            prompt = PromptText(request.num_prompt_tokens) if parent is None else self._own_text(parent).prompt
             request.own_text = OwnText(self._text_rates, prompt)
         return request.own_text
+
+    def _read_text(self, request: Request) -> OwnText:
+        """Returns a request's text, of which as much is read as may be read now."""
+        text = self._own_text(request)
+        self._may_read -= text.read(request.token_ids, request.num_prompt_tokens, self._may_read)
+        return text
 
     @staticmethod
     def _chances(source: _Source, tokens: Sequence[int], count: int) -> tuple[Sequence[int], list[float]]:
@@ -222,17 +262,20 @@ class Speculation:
         return guesses, chances
 
     def _row_s(self, context: int) -> float:
-        """Returns what a row with such a context adds to a step."""
+        """Returns what a draft with such a context adds to a step."""
         cost = self._step_cost
-        return cost.estimate_s(2, 2 * context, 0) - cost.estimate_s(1, context, 0)
+        row_s = cost.estimate_s(2, 2 * context, 0) - cost.estimate_s(1, context, 0)
+        # Where states are kept, the drafts before a wrong one are computed once more.
+        return 2 * row_s if self._blocks.keeps_states else row_s
 
     def _counts(self, guessed: Sequence[_Guessed], plan: BatchPlan, budget: StepBudget) -> list[int]:
         """Returns how many drafts pay of each."""
         rows, context_tokens, prompt_tokens = plan.num_decoding, plan.context_tokens, plan.num_prompt_tokens
         step_s = self._step_cost.estimate_s(rows, context_tokens, prompt_tokens, prompt_context=plan.prompt_context)
         given = float(rows)
-        # Steps with more rows are not recorded on a GPU.
-        left_s, left_tokens = budget.rows_left_s(), min(budget.tokens, self._most_rows - rows)
+        # Steps with more rows are not recorded on a GPU, and have no memory for more logits.
+        taken = sum(1 if work.is_chunk else work.num_rows for work in plan.work)
+        left_s, left_tokens = budget.rows_left_s(), min(budget.tokens, self._most_rows - taken)
         counts = [0] * len(guessed)
         queue = [(-each.chances[0] / max(each.row_s, _LEAST_S), index) for index, each in enumerate(guessed)]
         heapq.heapify(queue)

@@ -47,9 +47,9 @@ class Oracle(OwnText):
     mistakes = random.Random(0)
     share = 0.0
 
-    def read(self, tokens: Sequence[int], num_prompt_tokens: int) -> bool:
+    def read(self, tokens: Sequence[int], num_prompt_tokens: int, most: int) -> int:
         self.matched = 16
-        return True
+        return 0
 
     def guesses(self, tokens: Sequence[int], count: int) -> list[int]:
         known = next((text for text in self.right if list(text[: len(tokens)]) == list(tokens)), tokens)
@@ -135,6 +135,18 @@ def test_drafts_change_no_answer(folder: Path, monkeypatch: pytest.MonkeyPatch, 
     if share == 1.0:
         # Where two answers have begun alike, the mistake of one can be the other.
         assert counts.accepted_drafts < 0.05 * counts.drafts
+
+
+def test_an_answer_that_begins_to_repeat_itself_has_drafts_though_steps_are_launched_ahead(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Speculation, "_counts", as_many_as_there_are)
+    repeating = SamplingParams(max_tokens=40, seed=1, temperature=0.0, logit_bias=((7, 50.0),), ignore_eos=True)
+    asked: Asked = [(prompt(20), repeating, ())]
+    plain, _ = answered(folder, asked, OFF, overlap=True)
+    got, stats = answered(folder, asked, ON, overlap=True)
+    check_same(got, plain)
+    assert stats.scheduler.accepted_drafts > 10
 
 
 class Spoiling(ModelRunner):

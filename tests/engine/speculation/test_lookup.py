@@ -15,6 +15,7 @@ from pdserve.engine.speculation.lookup import (
     FIRST_RATES,
     LEAST_MATCH,
     MOST_COMPARED,
+    MOST_INDEXED,
     READ_AT_ONCE,
     OwnText,
     PromptText,
@@ -39,14 +40,20 @@ class Counted(list[int]):
         return found
 
 
-def own_text(prompt: PromptText | None = None, engine: Rates | None = None) -> OwnText:
-    return OwnText(engine or Rates(FIRST_RATES), prompt or PromptText())
+def own_text(prompt: PromptText | int = 0, engine: Rates | None = None) -> OwnText:
+    """Returns what has read nothing, with the index of a prompt, or of one with so many tokens."""
+    return OwnText(engine or Rates(FIRST_RATES), PromptText(prompt) if isinstance(prompt, int) else prompt)
+
+
+def read(text: OwnText, tokens: Sequence[int], num_prompt_tokens: int) -> OwnText:
+    """Reads all of the tokens, as many in a step as may be."""
+    while text.read(tokens, num_prompt_tokens, READ_AT_ONCE):
+        pass
+    return text
 
 
 def guessed(tokens: Sequence[int], count: int = 5, num_prompt_tokens: int | None = None) -> list[int]:
-    text = own_text()
-    while not text.read(tokens, len(tokens) if num_prompt_tokens is None else num_prompt_tokens):
-        pass
+    text = read(own_text(), tokens, len(tokens) if num_prompt_tokens is None else num_prompt_tokens)
     return text.guesses(tokens, count) if text.matched else []
 
 
@@ -81,13 +88,13 @@ def test_a_text_that_repeats_its_end_goes_on_to_do_so(period: int) -> None:
 def test_a_source_stays_while_it_is_right_and_goes_when_it_is_wrong() -> None:
     tokens = [1, 2, 3, 4, 5, 6, 7, 2, 3]
     text = own_text()
-    assert text.read(tokens, 7)
+    read(text, tokens, 7)
     assert text.guesses(tokens, 2) == [4, 5]
     tokens.append(4)
-    assert text.read(tokens, 7)
+    read(text, tokens, 7)
     assert (text.matched, text.guesses(tokens, 2)) == (LEAST_MATCH + 1, [5, 6])
     tokens.append(9)
-    assert text.read(tokens, 7)
+    read(text, tokens, 7)
     assert (text.matched, text.guesses(tokens, 2)) == (0, [])
 
 
@@ -96,7 +103,7 @@ def test_a_longer_match_is_worth_more() -> None:
     for alike in (LEAST_MATCH, 5, 9, MOST_COMPARED + 4):
         tokens = [*drawn(40, 10**6), 7, *range(100, 100 + alike), 8, 9, *range(100, 100 + alike)]
         text = own_text()
-        assert text.read(tokens, len(tokens))
+        read(text, tokens, len(tokens))
         assert text.matched == min(alike, MOST_COMPARED)
         rates.append(text.rate())
         assert text.rate(MOST_COMPARED) == FIRST_RATES[-1]
@@ -108,13 +115,13 @@ def test_a_request_learns_how_good_its_guesses_are_and_so_does_its_engine() -> N
     engine = Rates(FIRST_RATES)
     right, wrong = own_text(engine=engine), own_text(engine=engine)
     tokens = list(range(50)) * 2
-    assert right.read(tokens, 50)
+    read(right, tokens, 50)
     assert right.rate() > FIRST_RATES[-1]
     tokens = list(range(50))
     for mistake in range(1000, 1020):
         tokens += [1, 2, mistake]
     tokens += [1, 2]
-    assert wrong.read(tokens, 50)
+    read(wrong, tokens, 50)
     assert wrong.rate() < 0.1
     assert wrong.rate() < engine.rate(0) < FIRST_RATES[0]
 
@@ -137,12 +144,12 @@ def test_how_a_text_is_read_changes_no_guess(tokens: list[int], split: int, coun
     """A resumed answer is read at once, and others token by token."""
     num_prompt = min(split, len(tokens))
     text, known = own_text(), tokens[:num_prompt]
-    text.read(known, num_prompt)
+    read(text, known, num_prompt)
     for token in tokens[num_prompt:]:
         known.append(token)
-        assert text.read(known, num_prompt)
+        read(text, known, num_prompt)
     at_once = own_text()
-    assert at_once.read(tokens, num_prompt)
+    read(at_once, tokens, num_prompt)
     assert (text.matched, text.guesses(tokens, count)) == (at_once.matched, at_once.guesses(tokens, count))
     assert text.rate() == at_once.rate()
     if guesses := at_once.guesses(tokens, count):
@@ -157,10 +164,9 @@ def test_all_answers_to_a_prompt_share_its_index() -> None:
     prompt = [*drawn(5000, 10**6), 1, 2, 3, 4]
     parent = own_text()
     child = own_text(parent.prompt)
-    while not parent.read([*prompt, 1], len(prompt)):
-        pass
+    read(parent, [*prompt, 1], len(prompt))
     tokens = Counted([*prompt, 1, 2, 3])
-    assert child.read(tokens, len(prompt))
+    read(child, tokens, len(prompt))
     assert tokens.reads < 100
     assert child.guesses(tokens, 1) == [4]
 
@@ -169,9 +175,9 @@ def test_what_one_answer_says_is_no_source_of_another() -> None:
     prompt = [1, 2, 3, 4]
     parent = own_text()
     child = own_text(parent.prompt)
-    assert parent.read([*prompt, 7, 8, 9, 5], 4)
+    read(parent, [*prompt, 7, 8, 9, 5], 4)
     tokens = [*prompt, 7, 8, 9]
-    assert child.read(tokens, 4)
+    read(child, tokens, 4)
     assert child.matched == 0
 
 
@@ -181,33 +187,45 @@ def test_a_step_reads_a_bounded_part_and_all_of_them_a_linear_one(kinds: int) ->
     most = LEAST_MATCH + MOST_COMPARED * 2 + 2 * LEAST_MATCH + 2
     for length in (READ_AT_ONCE, 4 * READ_AT_ONCE):
         tokens, text, calls = Counted(drawn(length, kinds)), own_text(), 0
-        done = False
-        while not done:
+        num_read = 1
+        while num_read:
             before = tokens.reads
-            done = text.read(tokens, length // 2)
+            num_read = text.read(tokens, length // 2, READ_AT_ONCE)
             calls += 1
-            assert tokens.reads - before <= 2 * READ_AT_ONCE * most
+            assert num_read <= READ_AT_ONCE
+            assert tokens.reads - before <= READ_AT_ONCE * most
         assert calls <= 2 + length // READ_AT_ONCE
         assert tokens.reads <= length * most
         before = tokens.reads
-        assert text.read(tokens, length // 2)
+        read(text, tokens, length // 2)
         text.guesses(tokens, 7)
         assert tokens.reads - before <= 2 * 7
 
 
-def test_a_long_prompt_is_read_in_parts() -> None:
+def test_a_long_prompt_is_read_in_parts_and_nothing_is_guessed_before() -> None:
     length = 3 * READ_AT_ONCE + 5
     tokens = [*drawn(length - 2, 10**6), 1, 2]
-    text = own_text()
+    text = own_text(length)
     tokens += [3, 4, 1, 2, 3]
-    assert [text.read(tokens, length) for _ in range(4)] == [False, False, False, True]
+    for left in (length + 5, length + 5 - READ_AT_ONCE, length + 5 - 2 * READ_AT_ONCE):
+        assert text.read(tokens, length, READ_AT_ONCE) == min(left, READ_AT_ONCE)
+        assert not text.matched
+    read(text, tokens, length)
     assert text.guesses(tokens, 1) == [4]
+
+
+def test_of_a_very_long_prompt_the_end_is_looked_up() -> None:
+    prompt = [1, 2, 3, 4, *drawn(MOST_INDEXED, 10**6, seed=1), 5, 6, 7, 8]
+    text = read(own_text(len(prompt)), [*prompt, 1, 2], len(prompt))
+    assert not text.matched
+    assert len(text.prompt.last_place) <= MOST_INDEXED
+    assert read(text, [*prompt, 1, 2, 5, 6], len(prompt)).guesses([*prompt, 1, 2, 5, 6], 1) == [7]
 
 
 def test_an_index_has_about_a_hundred_bytes_for_each_token() -> None:
     tokens = drawn(READ_AT_ONCE, 10**6)
     text = own_text()
-    assert text.read(tokens, len(tokens))
+    read(text, tokens, len(tokens))
     index = text.prompt.last_place
     assert len(index) <= len(tokens)
     run = next(iter(index))

@@ -42,11 +42,11 @@ class Guessing(OwnText):
     """Guesses what ``Bench`` answers, and something else if it ``errs``."""
 
     def __init__(self, rate: float, errs: bool) -> None:
-        super().__init__(Rates(FIRST_RATES), PromptText())
+        super().__init__(Rates(FIRST_RATES), PromptText(0))
         self.matched, self._rate, self._errs = 16, rate, errs
 
-    def read(self, tokens: Sequence[int], num_prompt_tokens: int) -> bool:
-        return True
+    def read(self, tokens: Sequence[int], num_prompt_tokens: int, most: int) -> int:
+        return 0
 
     def rate(self, number: int = 0) -> float:
         return self._rate
@@ -84,7 +84,7 @@ class Drafting(Bench):
         if scheduler is not None:
             stop = StopRule(frozenset({EOS}), 64)
             self.scheduler.speculation = Speculation(
-                scheduler, self.scheduler.speculation._blocks, stop, step_cost, by_model=False
+                scheduler, self.scheduler.speculation._blocks, stop, step_cost, placement.targets, by_model=False
             )
 
     def step(self) -> BatchPlan:
