@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.cluster.nodes import EARLY_LOSS, Cluster, Node, http, one_core, start_node
+from tests.cluster.nodes import Cluster, Node, http, one_core, start_node
 from tests.eventually import eventually
 from tests.faults.test_node_death import engine_pid
 from tests.hosts.namespaces import Host, Network
@@ -92,7 +92,7 @@ def cluster_over(network: Network, model: Path) -> Iterator[Hosts]:
     proxy: Host = network.hosts["proxy"]
     with ExitStack() as stack:
         flags = ("--host", proxy.address, "--port", "8000", "--control-host", proxy.address, "--control-port", "8100")
-        process = stack.enter_context(pdserve("proxy", *flags, *EARLY_LOSS, prefix=proxy.prefix))
+        process = stack.enter_context(pdserve("proxy", *flags, prefix=proxy.prefix))
         found = process.listening()
         hosts = Hosts(model, network, Cluster(found.url, process, found.control), stack)
         starting = {role: hosts.launch(role) for role in ("prefill", "decode")}

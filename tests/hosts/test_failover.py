@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.nodes import EARLY_LOSS, MODEL, Cluster, Node, http, one_core, start_node
+from tests.cluster.nodes import MODEL, Cluster, Node, http, one_core, start_node
 from tests.eventually import eventually
 from tests.faults.test_failover import Client, until_received
 from tests.hosts.cluster import prompt
@@ -49,7 +49,7 @@ def divided(possible: None, slow_tiny_model: Path) -> Iterator[Divided]:
     with network("client", "proxy", *NODES) as made, ExitStack() as stack:
         at = made.hosts["proxy"]
         flags = ("--host", at.address, "--port", "8000", "--control-host", at.address, "--control-port", "8100")
-        proxy = stack.enter_context(pdserve("proxy", *flags, *EARLY_LOSS, prefix=at.prefix))
+        proxy = stack.enter_context(pdserve("proxy", *flags, prefix=at.prefix))
         found = proxy.listening()
         running = Divided(made, Cluster(found.url, proxy, found.control))
         for index, (name, role) in enumerate(NODES.items()):

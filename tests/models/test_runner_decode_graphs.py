@@ -53,12 +53,13 @@ def step_row(token: int, start: int, first_block: int) -> StepRow:
 
 def test_rows_are_padded_with_rows_that_store_and_read_nothing() -> None:
     rows = [step_row(5, 0, 10), step_row(6, 7, 20), step_row(7, 8, 30)]
-    token_ids, positions, context_lens, slots, starts, blocks = padded_parts(rows, 4, [WHOLE], [])
+    parts = [list(part) for part in padded_parts(rows, 4, [WHOLE], [])]
+    token_ids, positions, context_lens, slots, starts, blocks = parts
     assert token_ids == [5, 6, 7, 0]
     assert positions == [0, 7, 8, 0]
     assert slots == [40, 21 * 4 + 3, 32 * 4, -1]
     assert context_lens == [1, 8, 9, 0]
-    assert list(blocks) == [10, 20, 21, 30, 31, 32]
+    assert blocks == [10, 20, 21, 30, 31, 32]
     assert starts == [0, 1, 3, 0]
 
 
@@ -166,7 +167,7 @@ def test_a_replay_sees_the_windows_and_the_states_of_its_rows() -> None:
         newest, oldest = table[row.start // BLOCK_SIZE], table[max(0, row.start - WINDOW + 1) // BLOCK_SIZE]
         assert found == [newest * BLOCK_SIZE + row.start % BLOCK_SIZE, oldest, newest, i - 1, 10 + i]
     padded = padded_parts(rows, 6, [WHOLE, WINDOWED], [STATES])
-    assert [part[4:] for part in padded[3:9]] == [[-1, -1], [0, 0], [-1, -1], [0, 0], [-1, -1], [-1, -1]]
+    assert [list(part[4:]) for part in padded[3:9]] == [[-1, -1], [0, 0], [-1, -1], [0, 0], [-1, -1], [-1, -1]]
 
 
 def test_rows_that_go_on_with_each_others_state_are_left_to_the_caller() -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from llguidance import LLTokenizer
+from msgspec.structs import replace
 
 from pdserve.engine.request import TokenCounts
 from pdserve.engine.sampling import token_choice
