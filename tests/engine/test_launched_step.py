@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -21,6 +22,7 @@ from pdserve.config import (
     Overlap,
     ParallelConfig,
     SchedulerConfig,
+    Speculate,
     TransferConfig,
 )
 from pdserve.engine.assembly import CPU_WARM_UP_TOKENS, overlaps, warm_up_tokens
@@ -40,7 +42,7 @@ from pdserve_kernels.host_copies import HostCopy
 from tests.engine.fake_engine import FakeEngine
 from tests.engine.fake_model import answer, talkative
 from tests.engine.fake_transfer import Wire
-from tests.engine.test_step_loop import Answer, Client, engine, prompt
+from tests.engine.test_step_loop import SMALL_STEPS, Answer, Client, engine, prompt
 from tests.tiny_models import VOCAB_SIZE, save_tiny_model
 from tests.tiny_vocabulary import FIRST_BYTE
 
@@ -149,12 +151,16 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return log
 
 
+PLAIN = replace(SMALL_STEPS, speculation=Speculate.OFF)
+"""Steps without drafts: a step that may have some waits for the one before it."""
+
+
 def greedy(max_tokens: int, **more: Any) -> SamplingParams:
     return SamplingParams(max_tokens=max_tokens, seed=0, temperature=0.0, ignore_eos=True, **more)
 
 
 def test_a_step_is_launched_before_the_tokens_of_the_one_before_are_read(folder: Path, log: list[str]) -> None:
-    with engine(folder, overlap=True) as client:
+    with engine(folder, overlap=True, scheduler=PLAIN) as client:
         client.together([(prompt(9), greedy(6), [])])
     first = ["launch", "read"]
     assert log == [*first, "launch", *["launch", "read"] * 4, "read"]
@@ -171,7 +177,7 @@ def test_a_token_that_others_depend_on_is_waited_for(
         return run(*args)
 
     monkeypatch.setattr(ModelRunner, "run", run_with_both)
-    with engine(folder, overlap=True) as client:
+    with engine(folder, overlap=True, scheduler=PLAIN) as client:
         send, sent = client.send, list[Any]()
 
         def send_and_count(message: Any) -> None:
@@ -190,7 +196,7 @@ def test_a_token_that_others_depend_on_is_waited_for(
     "name", ["presence", "frequency", "repetition", "bias", "allowed", "bad word", "min tokens", "logprobs", "named"]
 )
 def test_a_rule_or_a_report_keeps_no_step_waiting(folder: Path, log: list[str], name: str) -> None:
-    with engine(folder, overlap=True) as client:
+    with engine(folder, overlap=True, scheduler=PLAIN) as client:
         own = PARAMETERS[name] | {"ignore_eos": True, "stop_token_ids": ()}
         client.together([(prompt(9), SamplingParams(max_tokens=6, seed=0, **own), [])])
     assert log == ["launch", "read", "launch", *["launch", "read"] * 4, "read"]
@@ -224,7 +230,7 @@ def test_tokens_that_arrive_late_are_the_same(folder: Path, monkeypatch: pytest.
     with engine(folder, overlap=False) as client:
         wanted = client.together(asked)
     monkeypatch.setattr(pending_tokens, "HostCopy", Late)
-    with engine(folder, overlap=True) as client:
+    with engine(folder, overlap=True, scheduler=PLAIN) as client:
         got = client.together(asked)
     assert [answer.tokens for answer in got.values()] == [answer.tokens for answer in wanted.values()]
     assert arrived > 10
@@ -309,7 +315,7 @@ def likely_a(folder: Path, grammar: str) -> list[list[int]]:
     how = SamplingParams(
         max_tokens=6, seed=0, temperature=0.0, logit_bias=((A, 50.0),), grammar=Grammar(GrammarKind.REGEX, grammar)
     )
-    with engine(folder, overlap=True) as client:
+    with engine(folder, overlap=True, scheduler=PLAIN) as client:
         return [answer.tokens for answer in client.together([(prompt(9), how, [])]).values()]
 
 
