@@ -177,11 +177,14 @@ class SchedulerConfig:
     )
 
     @property
+    def speculates(self) -> Speculate:
+        """What guesses tokens. In a static batch, which is a baseline of benchmarks, nothing does."""
+        return Speculate.OFF if self.batching is Batching.STATIC else self.speculation
+
+    @property
     def most_rows(self) -> int:
         """The most tokens that a step computes as rows of their own: one of each request, and drafts of one."""
-        if self.speculation is Speculate.OFF or self.batching is Batching.STATIC:
-            return self.max_num_seqs
-        return self.max_num_seqs + self.draft_tokens
+        return self.max_num_seqs + (0 if self.speculates is Speculate.OFF else self.draft_tokens)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
-from itertools import accumulate, islice
+from itertools import accumulate
 from typing import Protocol
 
 import torch
 
 from pdserve.engine.request import Request, Status
-from pdserve.engine.sampling.draft_tokens import DraftTokens, looks_back
+from pdserve.engine.sampling.draft_tokens import DraftTokens
 from pdserve.engine.sampling.logprobs import PendingScores, ScoredTokens
 from pdserve.engine.sampling.pending_tokens import DeviceTokens, HostTokens, PendingTokens, can_sample_on_device
 from pdserve.engine.sampling.sampling_row import SamplingRow
@@ -92,10 +92,7 @@ class LaunchedStep:
         if self.drafts is None:
             return self.pending.read(self.rows)
         sampled = self.pending.read()
-        left = iter(sampled[len(self.rows) :])
-        for work in self.plan.work:
-            if work.drafts and not looks_back(work.request):
-                self.drafts.add(work.request, list(islice(left, len(work.drafts))))
+        self.drafts.take(sampled[len(self.rows) :])
         return sampled[: len(self.rows)]
 
 
@@ -158,17 +155,20 @@ def launch(runner: StepRunner, plan: BatchPlan, eos_token_ids: Set[int], on_devi
     rows = [SamplingRow.of(request) for requests in sampled for request in requests]
     sources = [place for place, requests in zip(places, sampled, strict=False) for _ in requests]
     num_sampled = len(rows)
-    drafted = {work.request: place + 1 for work, place in zip(plan.work, places, strict=False) if work.drafts}
-    for work in plan.work if drafted else ():
-        if work.drafts and not looks_back(work.request):
-            rows += [SamplingRow.after_unknown(work.request, number) for number in range(1, len(work.drafts) + 1)]
-            sources += range(drafted[work.request], drafted[work.request] + len(work.drafts))
+    drafted = {
+        work.request: range(place + 1, place + 1 + len(work.drafts))
+        for work, place in zip(plan.work, places, strict=False)
+        if work.drafts
+    }
+    drafts = DraftTokens(computed, drafted, eos_token_ids) if drafted else None
+    for request, after in drafts.at_once if drafts is not None else ():
+        rows += [SamplingRow.after_unknown(request, number) for number in range(1, len(after) + 1)]
+        sources += after
     pending: PendingTokens
     if on_device and all(can_sample_on_device(row) for row in rows):
         pending = DeviceTokens(computed, rows, sources, eos_token_ids)
     else:
         pending = HostTokens(computed, rows, sources, eos_token_ids)
-    drafts = DraftTokens(computed, drafted, eos_token_ids) if drafted else None
     starts = [work.request.num_computed_tokens for work in plan.work]
     return LaunchedStep(plan, range(num_sampled), pending, scores, drafts, starts)
 

@@ -46,8 +46,8 @@ class Drafted(Protocol):
         Returns None where a step gives no token.
         """
 
-    def are_finite(self, request: Request, count: int) -> bool:
-        """Returns whether the logits after all of the request's ``count`` drafts are finite."""
+    def are_finite(self, request: Request) -> bool:
+        """Returns whether the logits after all of the request's drafts are finite."""
 
 
 class Scheduler:
@@ -302,7 +302,7 @@ class Scheduler:
         Returns the request if it cannot go on.
         """
         request, before, drafts = work.request, len(work.request.token_ids), work.drafts
-        finite = drafted.are_finite(request, len(drafts))
+        finite = drafted.are_finite(request)
         if not finite:
             self._blocks.taint(request)
         self.counters.drafts += len(drafts)

@@ -24,7 +24,7 @@ MOST_COMPARED = 16
 READ_AT_ONCE = 4096
 """A step reads at most so many tokens, of all its requests together. Of prompts, this takes about a millisecond."""
 MOST_INDEXED = 2**15
-"""Of a longer prompt, only the end is looked up."""
+"""Only the end of a longer prompt is looked up."""
 
 _LONG_MATCHES = (4, 8, 16)
 """A guess after a match of about as many tokens is about as good. These begin the next better kinds."""

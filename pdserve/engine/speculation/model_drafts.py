@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pdserve.config import Batching, SchedulerConfig, Speculate
+from pdserve.config import SchedulerConfig, Speculate
 from pdserve.engine.speculation.rates import Rates
 
 _FIRST_RATE = 0.7
@@ -17,9 +17,7 @@ def by_model(config: SchedulerConfig, has_layer: bool) -> bool:
 
     Where the layer is asked for, and the files have none, the model is not loaded.
     """
-    if config.batching is Batching.STATIC:
-        return False
-    return config.speculation is Speculate.MTP or (config.speculation is Speculate.AUTO and has_layer)
+    return config.speculates is Speculate.MTP or (config.speculates is Speculate.AUTO and has_layer)
 
 
 def first_rates(most_drafts: int) -> tuple[float, ...]:

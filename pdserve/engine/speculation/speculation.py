@@ -17,7 +17,7 @@ from typing import Protocol
 
 import msgspec
 
-from pdserve.config import Batching, SchedulerConfig, Speculate
+from pdserve.config import SchedulerConfig, Speculate
 from pdserve.engine.kv_cache.block_tables import BlockTables
 from pdserve.engine.placement.latency_targets import LatencyTargets, OwnItl
 from pdserve.engine.placement.step_cost import StepCost
@@ -60,6 +60,10 @@ class _Guessed:
     row_s: float
     """What a row of this request adds to the step."""
 
+    def worth(self, number: int) -> float:
+        """Returns how many tokens the draft with this number gives for each second that it adds to the step."""
+        return self.chances[number] / max(self.row_s, _LEAST_S)
+
 
 def _may_have_drafts(request: Request) -> bool:
     """Returns whether a request that decodes may have drafts at all."""
@@ -81,8 +85,7 @@ class Speculation:
     ) -> None:
         """``by_model`` says whether the model makes drafts of its own."""
         self._most_drafts, self._most_rows = config.draft_tokens, config.most_rows
-        mode = Speculate.OFF if config.batching is Batching.STATIC else config.speculation
-        self._by_text = mode in (Speculate.AUTO, Speculate.NGRAM)
+        self._by_text = config.speculates in (Speculate.AUTO, Speculate.NGRAM)
         self._by_model = by_model
         self._blocks, self._stop, self._step_cost, self._targets = blocks, stop, step_cost, targets
         self._text_rates = Rates(FIRST_RATES)
@@ -277,7 +280,7 @@ class Speculation:
         taken = sum(1 if work.is_chunk else work.num_rows for work in plan.work)
         left_s, left_tokens = budget.rows_left_s(), min(budget.tokens, self._most_rows - taken)
         counts = [0] * len(guessed)
-        queue = [(-each.chances[0] / max(each.row_s, _LEAST_S), index) for index, each in enumerate(guessed)]
+        queue = [(-each.worth(0), index) for index, each in enumerate(guessed)]
         heapq.heapify(queue)
         while queue and left_tokens > 0:
             worth, index = heapq.heappop(queue)
@@ -292,5 +295,5 @@ class Speculation:
             left_tokens -= 1
             counts[index] += 1
             if counts[index] < len(each.chances):
-                heapq.heappush(queue, (-each.chances[counts[index]] / max(each.row_s, _LEAST_S), index))
+                heapq.heappush(queue, (-each.worth(counts[index]), index))
         return counts

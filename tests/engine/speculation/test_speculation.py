@@ -61,7 +61,7 @@ class After:
     def after(self, request: Request, number: int) -> SampledToken:
         return SampledToken(10 + len(request.token_ids))
 
-    def are_finite(self, request: Request, count: int) -> bool:
+    def are_finite(self, request: Request) -> bool:
         return True
 
 
@@ -165,7 +165,7 @@ def test_a_step_has_no_more_rows_than_are_recorded() -> None:
 
 @pytest.mark.parametrize("left", [1, 2, 3, 5])
 def test_nothing_is_drafted_behind_the_last_token(left: int) -> None:
-    """Of the tokens that are left, one comes without a draft."""
+    """One of the tokens that are left comes without a draft."""
     assert started(Drafting(), max_tokens=1 + left).drafted() == [left - 1]
     assert started(Drafting(max_len=5 + 1 + left)).drafted() == [left - 1]
 
