@@ -1,9 +1,9 @@
 """``benchmarks failover`` breaks or drains decode nodes under running streams, and compares what clients get.
 
-A real cluster runs on this machine: a proxy, prefill nodes and decode nodes. Its answers are recorded first while
-nothing fails. Then, round by round, the same requests stream again, and one decode node is killed (SIGKILL), stopped
-(SIGSTOP) or drained (SIGTERM) when every stream runs and a random number of tokens of one has come, at most three
-quarters of its answer. Each answer has to be the recorded one, token for token.
+The answers of one node without speculation are recorded first. Then a real cluster runs on this machine: a proxy,
+prefill nodes and decode nodes. Round by round, the same requests stream there, and one decode node is killed (SIGKILL),
+stopped (SIGSTOP) or drained (SIGTERM) when every stream runs and a random number of tokens of one has come, at most
+three quarters of its answer. Each answer has to be the recorded one, token for token.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import secrets
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -26,8 +26,8 @@ import aiohttp
 
 from benchmarks.programs import for_servers
 from benchmarks.settings import BenchFailoverConfig
-from pdserve.bench.cluster import OWN_SETTINGS, known_nodes, read_metrics, total
-from pdserve.bench.load import Job, Target, first_model, run_job, uniform_jobs
+from pdserve.bench.cluster import OWN_SETTINGS, known_nodes, read_metrics, running_node, total
+from pdserve.bench.load import Job, Target, first_model, run_job, run_jobs, uniform_jobs
 from pdserve.bench.report import Better, Figure, Report, Row, Unit, chip_name, measured, this_machine
 from pdserve.bench.streamed_answer import Stream, distribution
 from pdserve.errors import BenchError, ConfigError
@@ -37,6 +37,7 @@ from pdserve.wire.discovery import Role
 
 _SAMPLING = {"temperature": 0.8, "top_k": 20}
 """Each token is drawn of few: where logits differ with the batch by rounding, that seldom decides such a draw."""
+_PLAIN = ("--speculation", "off")
 _GRACE_S = 10.0
 _DRAIN_S = "60"
 """Nodes that drain get so many seconds: the time that they take is what is measured."""
@@ -72,6 +73,8 @@ class FaultOutcome:
     """The full blocks of the resumed streams, when their nodes were lost."""
     blocks_reused: float = 0.0
     """Those of them that no node had to compute again."""
+    accepted_drafts: float = 0.0
+    """Those of the streams that nodes have told: what a killed node had not told yet is missing."""
     exits_s: list[float] = field(default_factory=list)
     """The times from SIGTERM to a drained node's exit."""
     answers_s: list[float] = field(default_factory=list)
@@ -85,6 +88,8 @@ class _Broken:
     began: float
     ended: float
     """The same as ``began`` unless the node was drained: then it is when the node had ended."""
+    accepted_drafts: float
+    """Those that the node had told of by then, since it started."""
 
 
 def run(config: BenchFailoverConfig, environ: Mapping[str, str]) -> Report:
@@ -96,6 +101,8 @@ def run(config: BenchFailoverConfig, environ: Mapping[str, str]) -> Report:
         faults = [Fault(name) for name in config.failover.faults]
     except ValueError as exc:
         raise ConfigError(f"--faults: {exc}; there are {', '.join(fault.value for fault in Fault)}") from exc
+    if config.failover.plain > config.failover.decode:
+        raise ConfigError(f"--plain ({config.failover.plain}) is above --decode ({config.failover.decode})")
     outcomes = asyncio.run(_measure(config, faults, environ))
     return Report(
         "failover",
@@ -122,6 +129,7 @@ def _row(fault: Fault, outcome: FaultOutcome) -> Row:
             Figure("gap p50", gap.p50 * 1e3, Unit.MS, Better.LOWER),
             Figure("gap p99", gap.p99 * 1e3, Unit.MS, Better.LOWER),
             Figure("ITL p50", itl.p50 * 1e3, Unit.MS, Better.LOWER),
+            Figure("accepted drafts", outcome.accepted_drafts, Unit.COUNT, Better.HIGHER),
             Figure("reused blocks", outcome.blocks_reused / (outcome.blocks_wanted or float("nan")), Unit.RATIO),
             Figure("gap p50 : ITL p50", gap.p50 / itl.p50, Unit.RATIO, Better.LOWER),
             *(drained if fault is Fault.DRAIN else ()),
@@ -147,12 +155,9 @@ async def _measure(
         )
     ]
     outcomes = {fault: FaultOutcome() for fault in faults}
+    unbroken = await _plain_answers(config, environ, jobs)
     async with _running_cluster(config, environ) as cluster, aiohttp.ClientSession() as session:
         target = Target(cluster.url, await first_model(cluster.url), token_ids=True)
-        unbroken = await asyncio.gather(*(run_job(session, target, job, Stream(0.0)) for job in jobs))
-        for stream in unbroken:
-            if stream.error:
-                raise BenchError(f"a request failed before any fault: {stream.error}")
         rounds = _Rounds(cluster, session, target, jobs, unbroken, source, settings.limit_s)
         for number in range(settings.rounds):
             fault = faults[number % len(faults)]
@@ -167,6 +172,24 @@ async def _measure(
     return outcomes
 
 
+async def _plain_answers(
+    config: BenchFailoverConfig, environ: Mapping[str, str], jobs: Sequence[Job]
+) -> Sequence[Stream]:
+    """Returns what one mixed node without speculation answers to ``jobs``."""
+    own, limit_s = {**environ, **for_servers(to_environ(config))}, config.failover.limit_s
+    async with running_node("plain", _PLAIN, own, config.failover.startup_timeout_s) as url:
+        target = Target(url, await first_model(url), token_ids=True)
+        try:
+            async with asyncio.timeout(limit_s):
+                streams = await run_jobs(target, jobs, len(jobs))
+        except TimeoutError as exc:
+            raise BenchError(f"before any fault, the answers took more than {limit_s:g} s") from exc
+    for stream in streams:
+        if stream.error:
+            raise BenchError(f"a request failed before any fault: {stream.error}")
+    return streams
+
+
 @dataclass(frozen=True)
 class _Rounds:
     """What all rounds share."""
@@ -176,7 +199,7 @@ class _Rounds:
     target: Target
     jobs: Sequence[Job]
     unbroken: Sequence[Stream]
-    """What the jobs' answers are while nothing fails."""
+    """What the jobs' answers are at one node, where nothing fails."""
     source: random.Random
     limit_s: float
 
@@ -189,6 +212,7 @@ class _Rounds:
         victim = self.source.choice(self.cluster.decode_names)
         resumed = await self.cluster.resumed(self.session)
         before = await self.cluster.reuse(self.session, victim)
+        drafts = -await self.cluster.accepted_drafts(self.session, self.cluster.decode_names)
         # No round finds the KV cache of an earlier one.
         jobs = [replace(job, sampling={**job.sampling, "cache_salt": f"round {number}"}) for job in self.jobs]
         try:
@@ -200,6 +224,9 @@ class _Rounds:
         # Engines report what they have counted when they fall idle.
         await asyncio.sleep(_ASKING_S)
         after = await self.cluster.reuse(self.session, victim)
+        others = [name for name in self.cluster.decode_names if name != victim]
+        outcome.accepted_drafts += drafts + broken.accepted_drafts
+        outcome.accepted_drafts += await self.cluster.accepted_drafts(self.session, others)
         outcome.blocks_wanted += after.wanted - before.wanted
         outcome.blocks_reused += after.reused - before.reused
         gaps = sorted((gap for stream in streams if (gap := _gap_s(stream, broken)) is not None), reverse=True)
@@ -224,13 +251,14 @@ class _Rounds:
             if len(watched.arrivals) >= after and all(stream.arrivals for stream in streams):
                 break
             await asyncio.sleep(_POLL_S)
+        drafts = await self.cluster.accepted_drafts(self.session, [victim])
         began = ended = time.perf_counter()
         self.cluster.break_node(victim, fault)
         if fault is Fault.DRAIN:
             await self.cluster.drained(victim)
             ended = time.perf_counter()
         await running
-        return _Broken(began, ended)
+        return _Broken(began, ended, drafts)
 
 
 def _judge(index: int, stream: Stream, expected: Stream, broken_at: float, outcome: FaultOutcome) -> None:
@@ -277,6 +305,7 @@ class _Cluster:
         cores = partition_cores(sorted(os.sched_getaffinity(0)), len(named))
         self._planned = {name: (role, own_cores) for (role, name), own_cores in zip(named, cores, strict=True)}
         self.decode_names = [name for role, name in named if role is Role.DECODE]
+        self._plain = frozenset(self.decode_names[: config.failover.plain])
         self._nodes: dict[str, ServerProcess] = {}
         self._stack = AsyncExitStack()
         self.url = self._control = ""
@@ -340,10 +369,17 @@ class _Cluster:
                 reused += total(metrics, "pdserve_resume_blocks_reused_total")
         return _Reuse(wanted, reused)
 
+    async def accepted_drafts(self, session: aiohttp.ClientSession, names: Collection[str]) -> float:
+        """Returns how many drafts these nodes have accepted since they started, as far as they have told."""
+        nodes = [node for node in await known_nodes(session, self.url) if node.name in names]
+        metrics = [await read_metrics(session, node.url) for node in nodes]
+        return sum(total(each, "pdserve_spec_decode_num_accepted_tokens_total") for each in metrics)
+
     def _start_node(self, name: str) -> None:
         role, cores = self._planned[name]
         listed = ",".join(map(str, cores))
-        flags = ("--name", name, "--proxy", self._control, "--cores", listed)
+        drafts = _PLAIN if name in self._plain else ()
+        flags = ("--name", name, "--proxy", self._control, "--cores", listed, *drafts)
         self._nodes[name] = self._server(name, pdserve_command(role.value, *flags))
 
     def _server(self, name: str, command: Sequence[str]) -> ServerProcess:

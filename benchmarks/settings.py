@@ -176,6 +176,7 @@ class FailoverBenchConfig:
     vocab_size: int = setting(
         "prompt-vocab", "Prompts have token ids below this number, at most the model's own.", 32_000, minimum=4
     )
+    plain: int = setting("plain", "This many of the decode nodes have --speculation off.", 0, minimum=0)
     seed: int = setting("seed", "Prompts and faults follow from this seed.", 0, minimum=0)
     startup_timeout_s: float = setting(
         "startup-timeout-s", "All nodes together get this many seconds to start.", 300.0, minimum=1, maximum=86_400

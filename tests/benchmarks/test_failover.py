@@ -34,3 +34,14 @@ def test_streams_go_on_whatever_happens_to_their_nodes(
         assert row.figure("faults").value == rounds / len(rows)
         assert row.figure("resumed").value > 0, done.stderr
         assert (row.figure("wrong").value, row.figure("lost").value) == (0, 0), done.stderr
+
+
+def test_streams_go_on_from_nodes_that_draft_to_one_that_does_not_and_back(demo_model: Path, tmp_path: Path) -> None:
+    """The demo model's answers to random prompts repeat themselves, so that drafts are accepted."""
+    nodes = ("--rounds", "8", "--faults", "kill", "--decode", "2", "--plain", "1")
+    flags = ("--model", str(demo_model), *SMALL, "--json", "figures.json")
+    done = run_study("failover", *nodes, *flags, folder=tmp_path, timeout_s=160 + 35 * 8)
+    (row,) = read_report(tmp_path / "figures.json").rows_of("failover")
+    assert row.figure("resumed").value > 0, done.stderr
+    assert row.figure("accepted drafts").value > 0, done.stderr
+    assert (row.figure("wrong").value, row.figure("lost").value) == (0, 0), done.stderr
