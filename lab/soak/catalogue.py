@@ -92,6 +92,11 @@ def _seeded(source: _Source) -> Body:
     return {"seed": source.dice.randrange(1 << 30), "temperature": 0.7, "top_k": 20}
 
 
+def _repeating() -> Body:
+    """Returns what makes an answer repeat itself, so that its next tokens can be guessed: it has two tokens only."""
+    return {"allowed_token_ids": [400, 401], "max_tokens": 120}
+
+
 _KINDS: Mapping[str, Callable[[str, _Source], Ask]] = {
     "stream": lambda name, source: _completion(name, source, **_stream()),
     "whole": lambda name, source: _completion(name, source),
@@ -134,6 +139,11 @@ _KINDS: Mapping[str, Callable[[str, _Source], Ask]] = {
         {"model": MODEL, "messages": [{"role": "user", "content": source.words(25)}], "max_tokens": 20}
         | {"temperature": 0, "stream": True},
     ),
+    "repeating": lambda name, source: _completion(name, source, **_repeating(), **_stream(), logprobs=1),
+    "repeating-choices": lambda name, source: _completion(
+        name, source, **_seeded(source), **_repeating(), n=2, stream=True
+    ),
+    "repeating-whole": lambda name, source: _completion(name, source, **_repeating()),
 }
 
 

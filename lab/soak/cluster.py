@@ -227,7 +227,9 @@ class SoakCluster:
             more = ("--cores", ",".join(map(str, own)), "--keep-answers-s", str(KEEP_ANSWERS_S))
             # One of two nodes moves blocks through UCX, the other one by mapping the other's memory.
             mapped = ("--kv-shared-cache", "off" if name.endswith("1") else "on")
-            self._add(name, part, pdserve_command(part.value, *flags, *proxies, *more, *mapped, *self._flags))
+            # An answer that one of the decode nodes has begun with drafts may go on without them, and back.
+            drafts = ("--speculation", "off" if name == "decode-1" else "auto")
+            self._add(name, part, pdserve_command(part.value, *flags, *proxies, *more, *mapped, *drafts, *self._flags))
         self._keeping = [asyncio.create_task(server.keep()) for server in self.servers.values()]
         async with asyncio.timeout(START_S):
             while True:

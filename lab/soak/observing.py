@@ -42,10 +42,12 @@ class Inside(msgspec.Struct, frozen=True):
     blocks_quarantined: float = 0
     kept_answers: float = 0
     journal_bytes: float = 0
+    accepted_drafts: float = 0
+    """Since the server started: it is no work under way."""
 
     @property
     def idle(self) -> bool:
-        return self == Inside()
+        return msgspec.structs.replace(self, accepted_drafts=0) == Inside()
 
 
 class Look(msgspec.Struct, frozen=True):
@@ -69,6 +71,7 @@ _SUMMED: Mapping[str, str] = {
     "pdserve_kv_cache_usage_perc": "blocks_used",
     "pdserve_quarantined_blocks": "blocks_quarantined",
     "pdserve_kept_answers": "kept_answers",
+    "pdserve_spec_decode_num_accepted_tokens_total": "accepted_drafts",
     "pdserve_proxy_journal_bytes": "journal_bytes",
 }
 

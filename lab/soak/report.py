@@ -198,6 +198,7 @@ def verdict(soak: Soak) -> list[Line]:
         *_on_its_end(soak),
         *_on_answers(soak),
         *_on_faults(soak),
+        _on_drafts(soak),
         *_on_rests(soak.rests),
         *_on_growth(soak),
         _on_what_is_left(soak),
@@ -245,6 +246,23 @@ def _on_faults(soak: Soak) -> Iterator[Line]:
     yield Line(
         not soak.surprises, f"{len(soak.surprises)} processes ended, or logged a defect, without a fault{surprises}"
     )
+
+
+def accepted_drafts(looks: Sequence[Look]) -> float:
+    """Returns how many drafts all nodes have accepted, as far as looks have seen it before nodes ended."""
+    total, last = 0.0, defaultdict[str, float](float)
+    for look in looks:
+        for name, inside in look.inside.items():
+            # A node that was started again counts from 0.
+            since = last[name] if inside.accepted_drafts >= last[name] else 0.0
+            total += inside.accepted_drafts - since
+            last[name] = inside.accepted_drafts
+    return total
+
+
+def _on_drafts(soak: Soak) -> Line:
+    accepted = accepted_drafts(soak.looks)
+    return Line(accepted > 0, f"{accepted:.0f} drafts of next tokens accepted; one decode node has --speculation off")
 
 
 def _on_rests(rests: Sequence[Rest]) -> Iterator[Line]:

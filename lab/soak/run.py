@@ -172,15 +172,16 @@ class References:
 
 
 async def reference_answers(model: Path, asks: Sequence[Ask], folder: Path, node_flags: Sequence[str]) -> References:
-    """Returns what one undisturbed node answers to each request, alone, and which of them it answers otherwise beside
-    others. Raises SoakError if it does not answer, or if more are unsteady than chance allows: that is a defect.
+    """Returns what one undisturbed node without drafts answers to each request, alone, and which of them it answers
+    otherwise beside others. Raises SoakError if it does not answer, or if more are unsteady than chance allows: that is
+    a defect.
     """
     core = str(min(os.sched_getaffinity(0)))
     flags = ("--model", str(model), "--served-model-name", MODEL, "--port", "0", "--cores", core, *node_flags)
     log = (folder / "reference.log").open("w")
     server = ServerProcess(
         "reference",
-        pdserve_command("mixed", *flags),
+        pdserve_command("mixed", *flags, "--speculation", "off"),
         clean_environ(OMP_WAIT_POLICY="PASSIVE"),
         lambda _, line: print(line, file=log),
     )

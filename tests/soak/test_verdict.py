@@ -26,6 +26,7 @@ from lab.soak.report import (
     MAX_NEW_FILES,
     MAX_NEW_THREADS,
     NOISE_MIB,
+    accepted_drafts,
     read,
     to_report,
     verdict,
@@ -40,7 +41,7 @@ HELD = Held(pid=7, files=40, sockets=9, threads=5, rss_mib=200.0, pss_mib=150.0,
 def look(at: int, held: Held = HELD) -> Look:
     """Returns a look at a cluster of which two processes are seen, one of which is another one each time."""
     others = msgspec.structs.replace(HELD, pid=100 + at, own_mib=100.0 + 10 * at)
-    inside = {"proxy-0": Inside(), "decode-1": Inside(requests=at % 2, blocks_used=0.1)}
+    inside = {"proxy-0": Inside(), "decode-1": Inside(requests=at % 2, blocks_used=0.1, accepted_drafts=at % 4)}
     return Look(60.0 * at, 1000 * at, {"proxy-0": held, "decode-1 engine": others}, inside, 3, 0)
 
 
@@ -104,6 +105,10 @@ def keep_no_answer(soak: Soak) -> None:
     soak.tally.causes[Cause.NOT_KEPT] += 60
 
 
+def accept_no_draft(soak: Soak) -> None:
+    soak.looks = [msgspec.structs.replace(each, inside={"decode-1": Inside()}) for each in soak.looks]
+
+
 def break_off(soak: Soak) -> None:
     soak.broke_off = "KeyError('choices')"
 
@@ -134,6 +139,7 @@ def test_a_run_without_defects_passes() -> None:
         leak_memory,
         rest_too_seldom,
         keep_no_answer,
+        accept_no_draft,
         break_off,
         leave_shared_memory,
         leave_a_folder,
@@ -144,6 +150,15 @@ def test_each_defect_fails_one_line_of_the_verdict(defect: Callable[[Soak], None
     defect(soak)
     assert [line.ok for line in verdict(soak)].count(False) == 1
     assert not to_report(soak).ok
+
+
+def test_drafts_are_counted_over_all_boots_of_a_node() -> None:
+    soak = good()
+    assert accepted_drafts(soak.looks) == 3 + 3
+
+
+def test_an_idle_server_may_have_accepted_drafts() -> None:
+    assert Inside(accepted_drafts=5).idle
 
 
 def test_what_a_process_needs_at_first_is_no_leak() -> None:
@@ -171,12 +186,15 @@ pdserve_num_requests_waiting_for_remote_kvs 0.0
 pdserve_kv_cache_usage_perc 0.25
 pdserve_quarantined_blocks 3.0
 pdserve_kept_answers 4.0
+pdserve_spec_decode_num_accepted_tokens_total 0.0
 vllm:num_requests_running{engine="0"} 2.0
 """
     found = read_inside(metrics, Part.DECODE)
     assert found is not None
     assert found == Inside(requests=3, blocks_used=0.25, blocks_quarantined=3, kept_answers=4)
     assert not found.idle
+    told = read_inside(metrics.replace("accepted_tokens_total 0.0", "accepted_tokens_total 5.0"), Part.DECODE)
+    assert told == msgspec.structs.replace(found, accepted_drafts=5)
     grouped = f'{metrics}pdserve_cache_group_blocks{{group="window 5"}} 90.0\n'
     grouped += 'pdserve_cache_group_free_blocks{group="window 5"} 88.0\n'
     assert read_inside(grouped, Part.DECODE) == msgspec.structs.replace(found, group_blocks_used=2)
