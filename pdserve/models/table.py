@@ -20,8 +20,13 @@ from pdserve.models.families.deepseek import (
 )
 from pdserve.models.families.ernie import ErnieMoeSettings, ErnieSettings
 from pdserve.models.families.exaone import Exaone4Settings, ExaoneSettings
-from pdserve.models.families.gemma import Gemma2Settings, Gemma3Settings, GemmaSettings, VaultGemmaSettings
-from pdserve.models.families.gemma4 import Gemma4Settings
+from pdserve.models.families.gemma import (
+    Gemma2Settings,
+    Gemma3Settings,
+    Gemma4Settings,
+    GemmaSettings,
+    VaultGemmaSettings,
+)
 from pdserve.models.families.glm import (
     Dots1Settings,
     Glm4MoeSettings,
@@ -38,6 +43,7 @@ from pdserve.models.families.gpt import (
     GptBigCodeSettings,
     GptJSettings,
     GptNeoXSettings,
+    GptOssSettings,
     Jais2Settings,
     NemotronSettings,
     OptSettings,
@@ -45,7 +51,6 @@ from pdserve.models.families.gpt import (
     StableLmSettings,
     Starcoder2Settings,
 )
-from pdserve.models.families.gpt_oss import GptOssSettings
 from pdserve.models.families.hunyuan import HunYuanMoeSettings, HunYuanSettings
 from pdserve.models.families.lfm import Lfm2MoeSettings, Lfm2Settings
 from pdserve.models.families.llama import (
@@ -58,15 +63,17 @@ from pdserve.models.families.llama import (
     HeliumSettings,
     HyperClovaXSettings,
     InternLm3Settings,
+    Llama4Settings,
     LlamaSettings,
+    MiniMaxM2Settings,
     Ministral3Settings,
     MinistralSettings,
     MistralSettings,
+    MixtralSettings,
     NanoChatSettings,
     SeedOssSettings,
     SmolLm3Settings,
 )
-from pdserve.models.families.llama4 import Llama4Settings
 from pdserve.models.families.mamba import (
     BambaSettings,
     FalconH1Settings,
@@ -75,7 +82,6 @@ from pdserve.models.families.mamba import (
     Mamba2Settings,
     NemotronHSettings,
 )
-from pdserve.models.families.mixtral import MiniMaxM2Settings, MixtralSettings
 from pdserve.models.families.olmo import FlexOlmoSettings, Olmo2Settings, Olmo3Settings, OlmoeSettings, OlmoSettings
 from pdserve.models.families.phi import Phi3Settings, PhiSettings
 from pdserve.models.families.qwen import (
@@ -83,11 +89,13 @@ from pdserve.models.families.qwen import (
     Qwen2Settings,
     Qwen2VlTextSettings,
     Qwen3MoeSettings,
+    Qwen3NextSettings,
     Qwen3Settings,
     Qwen3VlMoeTextSettings,
     Qwen3VlTextSettings,
+    Qwen35MoeSettings,
+    Qwen35Settings,
 )
-from pdserve.models.families.qwen_next import Qwen3NextSettings, Qwen35MoeSettings, Qwen35Settings
 from pdserve.models.families.settings import FamilySettings
 
 FAMILIES: dict[str, type[FamilySettings]] = {

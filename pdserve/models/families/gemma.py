@@ -1,6 +1,8 @@
-"""Gemma 1, and Gemma 2 and 3 (Gemma Team, 2024 and 2025) with windows in many layers and four norms in each.
+"""Gemma 1, Gemma 2 and 3 (Gemma Team, 2024 and 2025), and Gemma 4 (2026).
 
-The weights of their norms are stored less one.
+Gemma 2 and later have windows in many layers, and four norms in each. Up to Gemma 3, the weights of norms are stored less
+one. In Gemma 4, layers with a window have other heads than those that see all; the last layers may read the keys and
+values of earlier ones, and each may have an input of its own for each token.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import msgspec
 from pdserve.errors import ModelError
 from pdserve.models.families.settings import (
     FULL,
+    HEAD_NORMS,
     NONE,
     QKVO,
     SLIDING,
@@ -22,7 +25,21 @@ from pdserve.models.families.settings import (
     rotary_of,
     windows_of,
 )
-from pdserve.models.recipe import LayerRecipe, MlpRecipe, ModelRecipe, Norm, NormOrder, Rotary
+from pdserve.models.recipe import (
+    AttentionRecipe,
+    ExpertsRecipe,
+    FeedForwardRecipe,
+    HeadNorm,
+    LayerRecipe,
+    MlpBesideExperts,
+    MlpRecipe,
+    ModelRecipe,
+    Norm,
+    NormOrder,
+    PerLayerEmbedding,
+    PerLayerInput,
+    Rotary,
+)
 from pdserve_kernels.activations import Activation
 
 FOUR_NORMS = (
@@ -183,3 +200,196 @@ class Gemma3Settings(Gemma2Settings, kw_only=True):
 
     def rotary_of_layer(self, index: int) -> Rotary:
         return self.rotary() if self.windows()[index] is None else self.window_rotary()
+
+
+EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
+"""The tensors ``[experts, out, in]`` of all experts of a layer."""
+OF_OTHERS = ("k_proj", "v_proj", "k_norm", "v_norm")
+"""Tensors that files have of layers that read keys and values of others, too. Nothing uses them."""
+
+
+class LayerSettings(msgspec.Struct, forbid_unknown_fields=True):
+    """What ``per_layer_config`` says of one layer."""
+
+    head_dim: Count | None = None
+    num_key_value_heads: Count | None = None
+
+
+class Gemma4Settings(FamilySettings, kw_only=True):
+    """Heads are normalised, values without weights. Scores are not scaled."""
+
+    models: ClassVar[str] = "Gemma 4"
+    layers_differ: ClassVar[bool] = True
+    partly_turned: ClassVar[bool] = True
+    vocab_size: Count = 262_144
+    hidden_size: Count = 2304
+    intermediate_size: Count = 9216
+    num_hidden_layers: Count = 30
+    num_attention_heads: Count = 8
+    num_key_value_heads: Count | None = 4
+    head_dim: Count | None = 256
+    global_head_dim: Count | None = 512
+    num_global_key_value_heads: Count | None = None
+    per_layer_config: dict[str, LayerSettings] | None = None
+    hidden_activation: str = "gelu_pytorch_tanh"
+    max_position_embeddings: Count = 131_072
+    tie_word_embeddings: bool = True
+    eos_token_id: int | list[int] | None = 1
+    sliding_window: Count = 512
+    layer_types: list[str] | None = None
+    final_logit_softcapping: float | None = None
+    use_bidirectional_attention: str | None = None
+    vocab_size_per_layer_input: Count = 262_144
+    hidden_size_per_layer_input: int | None = 256
+    attention_k_eq_v: bool = False
+    num_kv_shared_layers: int = 0
+    enable_moe_block: bool = False
+    use_double_wide_mlp: bool = False
+    num_experts: Count | None = None
+    top_k_experts: Count | None = None
+    moe_intermediate_size: Count | None = None
+
+    def check(self) -> None:
+        self._check_shared()
+        if self.hidden_activation != "gelu_pytorch_tanh":
+            raise ModelError(
+                f"hidden_activation {self.hidden_activation!r} is not supported; only 'gelu_pytorch_tanh' is"
+            )
+        # With "vision", tokens of an image see each other. There are none in a text.
+        if self.use_bidirectional_attention not in (None, "vision"):
+            raise ModelError("use_bidirectional_attention of all tokens of a Gemma is not supported")
+        if (bound := self.final_logit_softcapping) is not None and bound < 0:
+            raise ModelError(f"final_logit_softcapping is {bound}; a bound has to be above 0, and 0 is none")
+        if self.rope_scaling is not None:
+            raise ModelError("rope_scaling of a Gemma 4 is not supported; rope_parameters is")
+        if self.num_kv_shared_layers < 0:
+            raise ModelError(f"num_kv_shared_layers is {self.num_kv_shared_layers}")
+        sizes = (self.num_experts, self.top_k_experts, self.moe_intermediate_size)
+        if self.enable_moe_block and None in sizes:
+            raise ModelError("enable_moe_block needs num_experts, top_k_experts and moe_intermediate_size")
+        if self.hidden_size_per_layer_input and self.vocab_size_per_layer_input < self.vocab_size:
+            raise ModelError(
+                f"vocab_size_per_layer_input is {self.vocab_size_per_layer_input}, less than vocab_size, "
+                f"{self.vocab_size}"
+            )
+        for index in range(self.num_hidden_layers):
+            shape = self.layer_shape(index)
+            if (shape.head_dim or 0) % 2 or self.num_attention_heads % (shape.num_key_value_heads or 1):
+                raise ModelError(f"layer {index} has heads that cannot be computed: {shape}")
+            self.source(index)
+
+    def attention_scale(self) -> float:
+        return 1.0
+
+    def biases(self) -> frozenset[str]:
+        return QKVO if self.attention_bias else NONE
+
+    def turned_channels(self) -> int | None:
+        return None
+
+    def windows(self) -> tuple[int | None, ...]:
+        layers = self.num_hidden_layers
+        usual = [SLIDING if number % 6 else FULL for number in range(1, layers + 1)]
+        # transformers makes the last layer one that sees all, whatever the file says.
+        given = self.layer_types and [*self.layer_types[:-1], FULL]
+        return windows_of(given, [*usual[:-1], FULL], layers, self.sliding_window)
+
+    def layer_shape(self, index: int) -> LayerSettings:
+        """Returns the heads of one layer."""
+        usual = LayerSettings(self.head_dim, self.num_key_value_heads)
+        if self.per_layer_config is not None:
+            own = self.per_layer_config.get(str(index), LayerSettings())
+        elif self.windows()[index] is None:
+            heads = self.num_global_key_value_heads if self.attention_k_eq_v else None
+            own = LayerSettings(self.global_head_dim, heads)
+        else:
+            own = LayerSettings()
+        return LayerSettings(
+            own.head_dim or usual.head_dim, own.num_key_value_heads or usual.num_key_value_heads or self.kv_heads()
+        )
+
+    def source(self, index: int) -> int | None:
+        """Returns the layer whose keys and values one layer reads; None if it has its own. Raises ModelError."""
+        first, windows = self.num_hidden_layers - self.num_kv_shared_layers, self.windows()
+        if index < first:
+            return None
+        having = [other for other in range(first) if windows[other] == windows[index]]
+        if not having:
+            raise ModelError(f"layer {index} reads keys and values of an earlier layer of its kind, and there is none")
+        return having[-1]
+
+    def rotary_of_layer(self, index: int) -> Rotary:
+        both, full = self.rope_parameters, self.windows()[index] is None
+        if both is None:
+            usual = RotarySettings(rope_type="proportional", partial_rotary_factor=0.25, rope_theta=1_000_000.0)
+            own = usual if full else RotarySettings()
+        else:
+            found = both.full_attention if full else both.sliding_attention
+            if found is None:
+                raise ModelError(f"rope_parameters has nothing for {FULL if full else SLIDING!r}")
+            own = found
+        return rotary_of(own, self.default_theta, self.max_position_embeddings)
+
+    def attention(self, index: int) -> AttentionRecipe:
+        norm, shape, full = self.norm(), self.layer_shape(index), self.windows()[index] is None
+        part = replace(
+            super().attention(index),
+            norms=HeadNorm(norm, *HEAD_NORMS),
+            value_norm=replace(norm, weighted=False),
+            head_dim=shape.head_dim,
+            kv_heads=shape.num_key_value_heads,
+            kv_from=self.source(index),
+        )
+        return replace(part, value="") if self.attention_k_eq_v and full else part
+
+    def feed_forward(self, index: int) -> FeedForwardRecipe:
+        wide = self.use_double_wide_mlp and self.source(index) is not None
+        mlp = MlpRecipe(self.intermediate_size * (2 if wide else 1), Activation.GELU_TANH)
+        if not self.enable_moe_block:
+            return mlp
+        fused, down = EXPERTS
+        experts = ExpertsRecipe(
+            self.num_experts or 1,
+            self.top_k_experts or 1,
+            MlpRecipe(
+                self.moe_intermediate_size or 1, Activation.GELU_TANH, fused=f"{fused}.{{}}", down=f"{down}.{{}}"
+            ),
+            router="router.proj",
+            normalised=True,
+            factors="router.per_expert_scale",
+            stacked=tuple((name, f"{name}.{{}}.weight") for name in EXPERTS),
+        )
+        return MlpBesideExperts(
+            mlp,
+            experts,
+            before_mlp=FOUR_NORMS[2],
+            after_mlp=f"{FOUR_NORMS[3]}_1",
+            before_experts=f"{FOUR_NORMS[2]}_2",
+            after_experts=f"{FOUR_NORMS[3]}_2",
+            router_weights="router.scale",
+            router_scale=self.hidden_size**-0.5,
+        )
+
+    def layer(self, index: int) -> LayerRecipe:
+        norms = (*FOUR_NORMS[:2], "", FOUR_NORMS[3]) if self.enable_moe_block else FOUR_NORMS
+        return replace(
+            super().layer(index),
+            norms=norms,
+            order=NormOrder.SANDWICH,
+            per_layer=PerLayerInput(Activation.GELU_TANH) if self.hidden_size_per_layer_input else None,
+            factor="layer_scalar",
+        )
+
+    def norm(self) -> Norm:
+        return Norm(self.rms_norm_eps)
+
+    def recipe(self) -> ModelRecipe:
+        recipe, channels = super().recipe(), self.hidden_size_per_layer_input
+        reading = [index for index in range(self.num_hidden_layers) if self.source(index) is not None]
+        return replace(
+            recipe,
+            embedding_scale=self.hidden_size**0.5,
+            logits_cap=self.final_logit_softcapping or None,
+            per_layer=PerLayerEmbedding(self.vocab_size_per_layer_input, channels) if channels else None,
+            unused=tuple(f"{recipe.layer_prefix}{i}.self_attn.{name}." for i in reading for name in OF_OTHERS),
+        )

@@ -16,7 +16,7 @@ from pdserve.models.checkpoint.gguf.architectures import CHANNELS, KV_HEADS, Arc
 from pdserve.models.checkpoint.gguf.file import GgufFile
 from pdserve.models.families.lfm import CONV
 from pdserve.models.families.mamba import LINEAR, MLP, MOE
-from pdserve.models.families.qwen_next import APART
+from pdserve.models.families.qwen import APART
 from pdserve.models.families.settings import FULL
 from pdserve.models.recipe import DeltaNetRecipe, Mamba2Recipe, MixerRecipe, ShortConvRecipe
 
