@@ -10,7 +10,7 @@ from pdserve.config import CacheConfig, Dtype
 from pdserve.machine.memory import MIB
 from pdserve.models.checkpoint.config_reading import read_decoder_config
 from pdserve.models.checkpoint.weight_form import ITEM_BYTES
-from pdserve.models.group_sizes import Load, group_blocks, group_sizes
+from pdserve.models.layer_groups import Load, group_blocks, group_sizes
 from tests.hosts.cluster import tiny_model
 from tests.models.tiny_families import FULL, SLIDING, save_tiny_chat_family
 

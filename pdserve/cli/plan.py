@@ -242,7 +242,7 @@ def _memory(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     from pdserve.hub.finding import find_model
     from pdserve.models.checkpoint.config_reading import read_decoder_config
     from pdserve.models.checkpoint.weight_form import ITEM_BYTES
-    from pdserve.models.group_sizes import Load
+    from pdserve.models.layer_groups import Load
     from pdserve.models.sizes import CPU_MOST_TOKENS
     from pdserve.plan.memory import cache_need
 

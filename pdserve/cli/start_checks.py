@@ -15,7 +15,7 @@ from pdserve.machine.memory import MIB, available_memory
 from pdserve.models.checkpoint.config_reading import has_own_decoder, read_decoder_config
 from pdserve.models.checkpoint.gguf.file import forget_gguf
 from pdserve.models.checkpoint.weight_form import ITEM_BYTES, model_size
-from pdserve.models.group_sizes import Load, group_blocks, group_sizes
+from pdserve.models.layer_groups import Load, group_blocks, group_sizes
 from pdserve.models.sizes import GPU_ONLY, check_weights, cpu_cache, fitting_context
 
 

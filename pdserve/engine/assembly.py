@@ -43,7 +43,7 @@ from pdserve.models.checkpoint.config_reading import read_decoder_config
 from pdserve.models.checkpoint.decoder_config import DecoderConfig
 from pdserve.models.checkpoint.fingerprint import fingerprint
 from pdserve.models.checkpoint.gguf.file import forget_gguf, is_gguf
-from pdserve.models.group_sizes import prompt_bytes
+from pdserve.models.layer_groups import prompt_bytes
 from pdserve.models.rank_cache import cache_place, compared_groups, rank_sizes
 from pdserve.models.runner import CudaGraphs, DraftRow, ModelRunner, StepRow
 from pdserve.models.tp.shares import TpGroup

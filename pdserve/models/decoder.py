@@ -21,6 +21,7 @@ from pdserve.models.parts.norms import LoadedNorm, load_norm
 from pdserve.models.parts.projections import Building
 from pdserve.models.parts.rotary import PositionTables, query_scales, rotary_table
 from pdserve.models.parts.vocabulary import PositionTable, VocabParallelEmbedding, vocab_parallel_head
+from pdserve.models.rank_cache import StepCache
 from pdserve.models.recipe import (
     AttentionRecipe,
     DraftRecipe,
@@ -32,7 +33,6 @@ from pdserve.models.recipe import (
     QueryScale,
     Rotary,
 )
-from pdserve.models.step_cache import StepCache
 from pdserve.models.table import FAMILIES
 from pdserve.wire.cache_groups import Keep
 from pdserve_kernels.contract import Linear

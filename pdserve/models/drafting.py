@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from pdserve.models.decoder import Drafter
-from pdserve.models.step_cache import StepCache
+from pdserve.models.rank_cache import StepCache
 from pdserve.models.tp.shares import TpGroup
 from pdserve_kernels.contract import AttentionRow
 from pdserve_kernels.host_copies import to_device

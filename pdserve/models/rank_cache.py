@@ -1,5 +1,7 @@
 """Keeps one rank's cache: the blocks of all groups of layers, one group after another in one run of memory.
 
+``StepCache`` is what the layers of one step read and write of it.
+
 Block ids are those of the engine, in which no two groups have one in common.
 """
 
@@ -7,18 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from pdserve.config import Dtype
 from pdserve.models.checkpoint.decoder_config import DecoderConfig
-from pdserve.models.group_sizes import GroupSize
-from pdserve.models.layer_groups import STATE_BYTES, LayerGroup, layer_groups
+from pdserve.models.layer_groups import STATE_BYTES, GroupSize, LayerGroup, layer_groups
 from pdserve.models.tp.shares import ALONE, TpGroup, kv_share, share
 from pdserve.wire.cache_groups import GroupBlocks, GroupSpec, Keep, laid_out
-from pdserve_kernels.contract import StateRuns
+from pdserve_kernels.contract import Attention, StateRuns
 from pdserve_kernels.host_copies import to_device
 from pdserve_kernels.kv_layout import KvLayout, StateLayout
+
+if TYPE_CHECKING:
+    from pdserve.models.latent_plan import LatentStep
 
 TORCH_DTYPES = {Dtype.BF16: torch.bfloat16, Dtype.FP32: torch.float32}
 
@@ -239,3 +244,24 @@ def state_runs(
         destinations.append(destination)
     moved_starts, moved_sources, moved_destinations = to_device([starts, sources, destinations], device)
     return StateRuns(moved_starts, moved_sources, moved_destinations, single)
+
+
+@dataclass(frozen=True, slots=True)
+class StepStates:
+    """One group's states in one step."""
+
+    layers: Sequence[torch.Tensor]
+    """The states of each layer of the group, fp32 ``[num_blocks, heads, numbers]``."""
+    runs: StateRuns
+
+
+@dataclass(frozen=True, slots=True)
+class StepCache:
+    """The cache as one step uses it."""
+
+    attention: Sequence[Attention]
+    """The attention of each group of keys and values that has layers, in the order of the groups."""
+    states: Sequence[StepStates] = ()
+    """Each group of states, in the order of the groups."""
+    latents: Sequence[LatentStep] = ()
+    """Latent attention of each group, in place of ``attention``, for a model that has it."""

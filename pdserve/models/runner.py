@@ -29,8 +29,7 @@ from pdserve.models.decoder import build_decoder
 from pdserve.models.drafting import Drafting, KnownTokens
 from pdserve.models.latent_plan import LatentStep, plan_latents
 from pdserve.models.parts.projections import Building
-from pdserve.models.rank_cache import TORCH_DTYPES, KvGroup, RankCache, StateGroup, state_runs
-from pdserve.models.step_cache import StepCache, StepStates
+from pdserve.models.rank_cache import TORCH_DTYPES, KvGroup, RankCache, StateGroup, StepCache, StepStates, state_runs
 from pdserve.models.tp.shares import ALONE, TpGroup, share
 from pdserve_kernels.contract import (
     Attention,

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pdserve.config import CacheConfig, SchedulerConfig
 from pdserve.errors import ConfigError
 from pdserve.machine.memory import MIB
-from pdserve.models.group_sizes import LEAST_STATES
+from pdserve.models.layer_groups import LEAST_STATES
 
 PROCESS_BYTES = 512 * MIB
 """What a node's processes take on a CPU beside weights and KV cache; each further rank takes it once more."""

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 
 from pdserve.errors import PlanError
 from pdserve.models.checkpoint.decoder_config import DecoderConfig
-from pdserve.models.group_sizes import GroupSize, Load, group_blocks, group_sizes
-from pdserve.models.layer_groups import layer_groups
+from pdserve.models.layer_groups import GroupSize, Load, group_blocks, group_sizes, layer_groups
 from pdserve.wire.cache_groups import Keep, context_blocks, needed_blocks
 
 _MIB = 2**20

@@ -16,7 +16,7 @@ from pdserve.engine.kv_cache.block_table import BlockTable
 from pdserve.errors import PlanError
 from pdserve.models.checkpoint.config_reading import read_decoder_config
 from pdserve.models.checkpoint.decoder_config import DecoderConfig
-from pdserve.models.group_sizes import GroupSize, Load, group_blocks
+from pdserve.models.layer_groups import GroupSize, Load, group_blocks
 from pdserve.models.rank_cache import cache_place, group_specs
 from pdserve.plan.memory import CacheNeed, cache_need, least_mib, requests_at_once
 from pdserve.wire.cache_groups import Keep, moved_blocks

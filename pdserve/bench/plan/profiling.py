@@ -35,7 +35,7 @@ from pdserve.machine.memory import MIB, available_memory
 from pdserve.models.checkpoint.config_reading import read_decoder_config
 from pdserve.models.checkpoint.model_files import served_model_name
 from pdserve.models.checkpoint.weight_form import ITEM_BYTES, model_size
-from pdserve.models.group_sizes import Load, group_blocks, group_sizes, prompt_bytes
+from pdserve.models.layer_groups import Load, group_blocks, group_sizes, prompt_bytes
 from pdserve.models.sizes import cpu_cache, cpu_scheduler
 from pdserve.plan.memory import bounded_places
 from pdserve.plan.profile import (

@@ -21,8 +21,8 @@ from pdserve.errors import ConfigError
 from pdserve.machine.memory import MIB, available_memory
 from pdserve.models.checkpoint.decoder_config import DecoderConfig, FallbackConfig, FamilyConfig
 from pdserve.models.checkpoint.weight_form import model_size_of, parameters, weight_bytes
-from pdserve.models.group_sizes import GroupSize, Load, group_blocks
 from pdserve.models.latent_plan import expanded_bytes
+from pdserve.models.layer_groups import GroupSize, Load, group_blocks
 from pdserve.models.rank_cache import TORCH_DTYPES
 from pdserve.models.recipe import (
     AttentionRecipe,

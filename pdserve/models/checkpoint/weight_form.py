@@ -14,7 +14,7 @@ from pdserve.models.checkpoint.model_files import weight_files
 from pdserve.models.checkpoint.safetensors.header import read_header
 from pdserve.models.checkpoint.safetensors.quantisation import ANY_FAMILY, FORMS, Quantisation, read_quantisation
 from pdserve.models.checkpoint.safetensors.quantised_tensors import FoundTensors, QuantisedTensor, quantised_tensors
-from pdserve.models.group_sizes import GroupSize, group_sizes
+from pdserve.models.layer_groups import GroupSize, group_sizes
 from pdserve.models.sizes import ModelSize
 from pdserve.wire.cache_groups import Keep
 

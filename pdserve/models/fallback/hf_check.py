@@ -2,6 +2,13 @@
 
 The check finds what would otherwise go wrong unnoticed: masks of a model's own, caps and biases on scores, layers that
 mix tokens outside of attention, and positions that a model counts instead of taking those given.
+
+A model that is served in bf16 is checked in fp32, where a difference is an error and no rounding: one weight at a time
+is widened (``InFp32``), so the check takes no more memory for that than a layer.
+
+transformers' linear layers multiply with weights as a file has them; in bf16 on a CPU that takes 2 to 9 times as long
+as with packed ones. A model's code may do other things with a linear layer than call it, such as read its weight. So
+the layers are watched during the check (``Product``), and those that were called and nothing else are packed.
 """
 
 from __future__ import annotations
@@ -19,13 +26,21 @@ from pdserve.errors import ModelError
 from pdserve.models.checkpoint.decoder_config import FallbackConfig
 from pdserve.models.fallback.hf_decoder import HfDecoder
 from pdserve.models.fallback.hf_loading import check_tensors, load_hf_model, with_other_settings
-from pdserve.models.fallback.hf_products import watch_products
-from pdserve.models.fallback.in_fp32 import InFp32
 from pdserve_kernels.contract import AttentionRow, Kernels
 from pdserve_kernels.kv_layout import KvLayout
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
+
+from pdserve_kernels.contract import Linear
 
 LENGTH_DEPENDENT = frozenset({"dynamic", "longrope"})
 """The rotary scalings whose frequencies depend on the context length, which a short prompt does not show."""
@@ -161,3 +176,99 @@ def _logits(decoder: HfDecoder, hidden: torch.Tensor) -> torch.Tensor:
         return decoder.logits(hidden)
     except AttributeError as exc:
         raise ModelError("its code does not compute its head from the last layer's output alone") from exc
+
+
+HALVES = (torch.bfloat16, torch.float16)
+PIECE = 2**24
+"""So many numbers of a linear layer's weight are in fp32 at a time: 64 MiB."""
+_PARTS: frozenset[Any] = frozenset(
+    {F.embedding, torch.embedding, torch.index_select, torch.Tensor.index_select, torch.Tensor.__getitem__}
+)
+"""The functions that give a part of a weight: the part is widened, not the weight."""
+
+
+class InFp32(TorchFunctionMode):
+    """Within it, the weights and buffers of ``model`` are fp32 to everybody who computes with them."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        tensors = (*model.parameters(), *model.buffers())
+        self._halves = {id(tensor): tensor for tensor in tensors if tensor.dtype in HALVES}
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is F.linear and len(args) > 1 and self._is_half(args[1]):
+            return self._linear(*args, **kwargs)
+        if func in _PARTS or getattr(func, "__name__", "") == "__get__":
+            found = func(*args, **kwargs)
+            return self._wide(found) if any(map(self._is_half, args)) else found
+        args, kwargs = tree_map_only(torch.Tensor, self._widened, (args, kwargs))
+        return func(*args, **kwargs)
+
+    def _is_half(self, value: object) -> bool:
+        return id(value) in self._halves
+
+    def _widened(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.float() if self._is_half(tensor) else tensor
+
+    @staticmethod
+    def _wide(value: Any) -> Any:
+        """Returns a tensor or a dtype in fp32, and what is neither as it is."""
+        if isinstance(value, torch.dtype):
+            return torch.float32 if value in HALVES else value
+        return value.float() if isinstance(value, torch.Tensor) and value.dtype in HALVES else value
+
+    def _linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """Multiplies with a piece of the weight after the other."""
+        rows = max(1, PIECE // weight.shape[1])
+        parts = [F.linear(x, weight[at : at + rows].float()) for at in range(0, weight.shape[0], rows)]
+        product = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+        return product if bias is None else product + self._wide(bias)
+
+
+class Product(torch.nn.Module):
+    """Takes the place of a linear layer. It multiplies with the layer's own weight until it is packed."""
+
+    weight: torch.nn.Parameter
+    bias: torch.nn.Parameter | None
+
+    def __init__(self, linear: torch.nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.register_parameter("weight", linear._parameters["weight"])
+        self.register_parameter("bias", linear._parameters["bias"])
+        self._called = self._read = False
+        self._packed: Linear | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("weight", "bias"):
+            self._read = True
+        return super().__getattr__(name)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Maps ``[..., in]`` to ``[..., out]``."""
+        if self._packed is not None:
+            return self._packed(x.reshape(-1, self.in_features)).view(*x.shape[:-1], self.out_features)
+        self._called = True
+        return F.linear(x, self._parameters["weight"], self._parameters["bias"])  # type: ignore[arg-type]
+
+    def pack(self, kernels: Kernels) -> None:
+        """Packs the weight, which is freed, if the layer was called, and nobody read its weight or bias."""
+        weight, bias = self._parameters["weight"], self._parameters["bias"]
+        if weight is None or self._read or not self._called:
+            return
+        self._packed = kernels.linear(weight.data, None if bias is None else bias.data)
+        del self._parameters["weight"], self._parameters["bias"]
+
+
+def watch_products(model: torch.nn.Module) -> list[Product]:
+    """Puts a ``Product`` in the place of every linear layer that is no more than one, and returns them."""
+    products: dict[torch.nn.Linear, Product] = {}
+    for parent in list(model.modules()):
+        for name, child in list(parent._modules.items()):
+            if type(child) is torch.nn.Linear and "forward" not in vars(child) and not child._forward_hooks:
+                products.setdefault(child, Product(child))
+                parent._modules[name] = products[child]
+    return list(products.values())

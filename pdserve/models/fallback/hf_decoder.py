@@ -21,7 +21,7 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from pdserve.errors import ModelError
 from pdserve.models.checkpoint.decoder_config import DecoderConfig
-from pdserve.models.step_cache import StepCache
+from pdserve.models.rank_cache import StepCache
 from pdserve_kernels.contract import Attention
 
 PAGED_ATTENTION = "pdserve_paged"

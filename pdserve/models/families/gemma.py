@@ -1,6 +1,6 @@
 """Gemma 1, Gemma 2 and 3 (Gemma Team, 2024 and 2025), and Gemma 4 (2026).
 
-Gemma 2 and later have windows in many layers, and four norms in each. Up to Gemma 3, the weights of norms are stored less
+Gemma 2 and later have windows in many layers, and four norms in each. Up to Gemma 3, norms' weights are stored less
 one. In Gemma 4, layers with a window have other heads than those that see all; the last layers may read the keys and
 values of earlier ones, and each may have an input of its own for each token.
 """

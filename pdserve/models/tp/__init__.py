@@ -1,5 +1,5 @@
 """Spreads one model over the ranks of a node.
 
 ``shares`` says which part each rank holds and what a group of ranks does. ``tp_opening`` opens a group:
-``shared_memory_group`` (over a ``rank_board``) or ``torch_group`` on CPUs, ``nccl_group`` on GPUs.
+``shared_memory_group`` (over a ``rank_board``) on CPUs, or ``torch_group``: gloo on CPUs, and NCCL on GPUs.
 """

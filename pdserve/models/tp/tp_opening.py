@@ -9,11 +9,10 @@ import torch
 from pdserve.config import ParallelConfig, TpBackend
 from pdserve.errors import ConfigError
 from pdserve.models.backend import CPU
-from pdserve.models.tp.nccl_group import NcclGroup
 from pdserve.models.tp.rank_board import RankBoard
 from pdserve.models.tp.shared_memory_group import SharedMemoryGroup, ordered_stores
 from pdserve.models.tp.shares import TpGroup
-from pdserve.models.tp.torch_group import GlooGroup
+from pdserve.models.tp.torch_group import GlooGroup, NcclGroup
 
 
 def open_group(

@@ -32,6 +32,7 @@ from pdserve.models.families.settings import draft_layer
 from pdserve.models.latent_plan import LatentStep
 from pdserve.models.layer_groups import layer_groups
 from pdserve.models.parts.projections import Building
+from pdserve.models.rank_cache import StepCache, StepStates
 from pdserve.models.recipe import (
     DeltaNetRecipe,
     ExpertsRecipe,
@@ -45,7 +46,6 @@ from pdserve.models.recipe import (
     Norm,
     ShortConvRecipe,
 )
-from pdserve.models.step_cache import StepCache, StepStates
 from pdserve.wire.cache_groups import Keep
 from pdserve.wire.sampling_params import SamplingParams
 from pdserve_kernels import reference

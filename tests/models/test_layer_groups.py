@@ -14,8 +14,7 @@ from pdserve.config import Dtype
 from pdserve.errors import ModelError
 from pdserve.models.checkpoint.config_reading import read_decoder_config, read_family_config
 from pdserve.models.checkpoint.decoder_config import FamilyConfig
-from pdserve.models.group_sizes import GroupSize, Load, group_blocks, group_sizes, prompt_bytes
-from pdserve.models.layer_groups import Place, layer_groups
+from pdserve.models.layer_groups import GroupSize, Load, Place, group_blocks, group_sizes, layer_groups, prompt_bytes
 from pdserve.models.rank_cache import rank_sizes
 from pdserve.models.tp.shares import Alone
 from pdserve.wire.cache_groups import Keep
