@@ -20,7 +20,7 @@ from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily, Met
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from pdserve.installed_version import INSTALLED_VERSION
+from pdserve.wire.version import INSTALLED_VERSION
 
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 _LONG_SECONDS = (300.0, 600.0, 1200.0, 3600.0, 7200.0, 14_400.0, 43_200.0, 86_400.0)

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from pdserve.control.journal import DIGEST_BYTES
-from pdserve.wire.terms import PromptTerms, Resume, Terms
-from pdserve.wire.ticket import Ticket
+from pdserve.wire.terms import PromptTerms, Resume, Terms, Ticket
 
 if TYPE_CHECKING:
     from pdserve.engine.request import Request

@@ -12,9 +12,8 @@ from typing import Protocol
 
 import torch
 
-from pdserve_kernels.activations import Activation
+from pdserve_kernels.feed_forward import Activation, Routing
 from pdserve_kernels.kv_layout import KvLayout
-from pdserve_kernels.routing import Routing
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from pdserve_kernels.activations import CLAMPED_AT, CLAMPED_SLOPE, Activation
 from pdserve_kernels.contract import ExpertsForm, HeadNorms, StateRuns
+from pdserve_kernels.feed_forward import CLAMPED_AT, CLAMPED_SLOPE, Activation, GroupScore, Routing, Scoring
 from pdserve_kernels.kv_layout import KvLayout
-from pdserve_kernels.routing import GroupScore, Routing, Scoring
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -23,11 +23,10 @@ from benchmarks.proxy.mock_backend import BackendConnection
 from pdserve.api.node.proxy_link import ProxyLink
 from pdserve.config import CacheConfig, RegistryConfig
 from pdserve.control.frame import Opener, Purpose, Sealer
-from pdserve.installed_version import INSTALLED_VERSION
 from pdserve.process import allow_open_files, die_with_parent
 from pdserve.wire.discovery import Capacity, ComputeCores, FromProxy, GapCounts, NodeInfo, NodeLoad, Role
 from pdserve.wire.ids import new_id
-from pdserve.wire.version import SPOKEN
+from pdserve.wire.version import INSTALLED_VERSION, SPOKEN
 
 MODEL = "scale"
 HEARTBEAT_S = RegistryConfig().heartbeat_ms / 1000

@@ -31,7 +31,7 @@ from lab.simulation.plan import CacheShape
 from lab.simulation.reference import EOS, LOGITS, VOCAB, after, beginning, likeliest
 from pdserve.config import EngineConfig, EngineLaunch, RankLaunch, Switch
 from pdserve.control.frame import Secrets
-from pdserve.engine.api_channel import ApiChannel
+from pdserve.engine.api_channel import ApiChannel, WakeUp
 from pdserve.engine.assembly import warm_up
 from pdserve.engine.kv_cache.block_manager import BlockManager
 from pdserve.engine.kv_connector import KvConnector, open_connector
@@ -47,7 +47,6 @@ from pdserve.engine.tp.rank_channel import OrderChannel
 from pdserve.engine.tp.rank_program import run_rank
 from pdserve.engine.tp.tp_ranks import Ranks, running_ranks
 from pdserve.engine.tp.tp_runner import TpRunner, joined_group
-from pdserve.engine.wake_up import WakeUp
 from pdserve.liveness import LifeBoard, step_loop
 from pdserve.machine.core_share import CoreShare
 from pdserve.models.backend import CPU

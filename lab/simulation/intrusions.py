@@ -10,7 +10,7 @@ from lab.simulation.clients import ROUTE, ClientRequest, fetch
 from lab.simulation.cluster import HTTP_PORT, Cluster, Node
 from lab.simulation.plan import OF_REQUESTS, PROBE, Intrusion, IntrusionKind
 from pdserve.control.frame import from_header, to_header
-from pdserve.wire.ticket import TICKET_HEADER
+from pdserve.wire.terms import TICKET_HEADER
 from pdserve_proxy.relay.relay import UNAUTHORIZED
 
 TAKES_NONE = 503

@@ -106,7 +106,7 @@ def main(argv: Sequence[str] | None = None, environ: MutableMapping[str, str] = 
         return 0
     if name == "--version":
         # Only this subcommand needs the module, which takes long to load.
-        from pdserve.installed_version import INSTALLED_VERSION
+        from pdserve.wire.version import INSTALLED_VERSION
 
         print(f"pdserve {INSTALLED_VERSION}")
         return 0

@@ -1,7 +1,8 @@
-"""The engine's end of the private channel to its API process."""
+"""The engine's end of the private channel to its API process, and what wakes its step loop besides."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import msgspec
@@ -73,3 +74,22 @@ def one_by_one(step: StepOutput) -> Iterator[StepOutput]:
             yield StepOutput([RequestOutput(output.local_id, tokens[index : index + 1], logprobs=own)])
         last = None if logprobs is None else logprobs[-1:]
         yield StepOutput([msgspec.structs.replace(output, new_token_ids=tokens[-1:], logprobs=last)])
+
+
+class WakeUp:
+    """An eventfd that any thread or signal handler sets, and that the step loop polls and clears."""
+
+    def __init__(self) -> None:
+        self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+
+    def set(self) -> None:
+        os.eventfd_write(self.fd, 1)
+
+    def clear(self) -> None:
+        try:
+            os.eventfd_read(self.fd)
+        except BlockingIOError:
+            return
+
+    def close(self) -> None:
+        os.close(self.fd)

@@ -15,7 +15,7 @@ import torch
 
 from pdserve.config import EngineConfig, KvStaging, Overlap, Speculate, Switch
 from pdserve.control.frame import Secrets
-from pdserve.engine.api_channel import ApiChannel
+from pdserve.engine.api_channel import ApiChannel, WakeUp
 from pdserve.engine.core_lending import Cores, open_cores
 from pdserve.engine.kv_cache.block_manager import BlockManager
 from pdserve.engine.kv_cache.cache_size import block_counts, context_length, with_sizes
@@ -35,7 +35,6 @@ from pdserve.engine.speculation.model_drafts import by_model
 from pdserve.engine.step_loop import StepLoop
 from pdserve.engine.tp.tp_ranks import Ranks
 from pdserve.engine.tp.tp_runner import TpRunner
-from pdserve.engine.wake_up import WakeUp
 from pdserve.grammars.compiling import load_vocabulary
 from pdserve.liveness import LifeBoard, step_loop
 from pdserve.machine.memory import give_freed_memory_back

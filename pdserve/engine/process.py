@@ -13,9 +13,8 @@ import msgspec
 import zmq
 
 from pdserve.config import Device, EngineConfig, EngineLaunch, Switch
-from pdserve.engine.api_channel import ApiChannel
+from pdserve.engine.api_channel import ApiChannel, WakeUp
 from pdserve.engine.tp.tp_ranks import Ranks, running_ranks
-from pdserve.engine.wake_up import WakeUp
 from pdserve.errors import EngineError, PdserveError
 from pdserve.liveness import LifeBoard, step_loop
 from pdserve.machine.core_share import (

@@ -18,7 +18,7 @@ from collections.abc import Callable
 import zmq
 
 from pdserve.config import SchedulerConfig
-from pdserve.engine.api_channel import ApiChannel
+from pdserve.engine.api_channel import ApiChannel, WakeUp
 from pdserve.engine.core_lending import Cores, OwnCores
 from pdserve.engine.kv_cache.block_manager import BlockManager
 from pdserve.engine.kv_connector import KvConnector
@@ -42,7 +42,6 @@ from pdserve.engine.scheduling.batch_plan import BatchPlan
 from pdserve.engine.scheduling.output_collector import LaneRecorder, OutputCollector
 from pdserve.engine.scheduling.request_limits import PromptRule, StopRule
 from pdserve.engine.scheduling.scheduler import Scheduler
-from pdserve.engine.wake_up import WakeUp
 from pdserve.errors import EngineError
 from pdserve.liveness import SHOWN_EVERY_MS, LifeSign, unseen_sign
 from pdserve.machine.memory import REST_S

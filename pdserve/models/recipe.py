@@ -11,8 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from pdserve_kernels.activations import Activation
-from pdserve_kernels.routing import GroupScore, Routing, Scoring
+from pdserve_kernels.feed_forward import Activation, GroupScore, Routing, Scoring
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,8 +26,7 @@ from pdserve.models.recipe import (
     ShortConvRecipe,
 )
 from pdserve.models.table import FAMILIES
-from pdserve_kernels.activations import Activation
-from pdserve_kernels.routing import Scoring
+from pdserve_kernels.feed_forward import Activation, Scoring
 
 NOT_YET: dict[str, str] = {
     model_type: missing

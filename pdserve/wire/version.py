@@ -1,4 +1,4 @@
-"""Says which versions of the protocol between hosts this process supports.
+"""Says which version of pdserve this is, and which versions of the protocol between hosts it supports.
 
 A process tells its newest and its oldest version in every greeting. Two processes use the newest one that both
 support. If there is none, the one that notices says so, with both ranges. ``docs/protocol.md`` has the rules by which
@@ -7,12 +7,15 @@ messages change from one version to the next.
 
 from __future__ import annotations
 
+import importlib.metadata
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Final, TypeVar, get_args, get_type_hints
 
 import msgspec
 
+INSTALLED_VERSION: Final = importlib.metadata.version("pdserve")
+"""The version of the package that is installed here."""
 PROTOCOL_VERSION: Final = 6
 """The newest version that this process supports. Every change of the messages between hosts makes it one higher."""
 OLDEST_PROTOCOL: Final = 6

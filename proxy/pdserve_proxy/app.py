@@ -16,11 +16,10 @@ from pdserve.http.documentation import add_documentation
 from pdserve.http.model_list import ModelCard, ModelList
 from pdserve.http.request import request_label
 from pdserve.http.routes import DirectRoutes, quart_app
-from pdserve.installed_version import INSTALLED_VERSION
 from pdserve.settings import is_loopback
 from pdserve.wire.discovery import used_share
 from pdserve.wire.ids import MAX_REQUEST_ID_CHARS
-from pdserve.wire.version import SPOKEN
+from pdserve.wire.version import INSTALLED_VERSION, SPOKEN
 from pdserve_proxy.credentials import LiveCredentials
 from pdserve_proxy.metrics import CONTENT_TYPE, ProxyMetrics
 from pdserve_proxy.records.access_log import OTHER_ROUTES
@@ -30,7 +29,7 @@ from pdserve_proxy.relayed_routes import READ_ROUTES, RELAYED_ROUTES, RelayedRou
 from pdserve_proxy.requests.admission_queue import AdmissionController
 from pdserve_proxy.requests.held_bodies import HeldBodies
 from pdserve_proxy.responses.routes import StoredResponseRoutes
-from pdserve_proxy.responses.storage import ResponseStorage
+from pdserve_proxy.responses.store import ResponseStorage
 from pdserve_proxy.responses.turn import RESPONSES_PATH
 from pdserve_proxy.routing.router import RETRY_AFTER_S, model_not_found
 from pdserve_proxy.status.access import check_loopback_name, check_watcher

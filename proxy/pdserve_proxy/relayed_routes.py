@@ -28,7 +28,7 @@ from pdserve_proxy.relay.relayed_request import RelayedRequest
 from pdserve_proxy.requests.admission_queue import AdmissionController
 from pdserve_proxy.requests.held_bodies import HeldBodies, client_of
 from pdserve_proxy.requests.request_body import GenerationBody, read_body
-from pdserve_proxy.responses.storage import ResponseStorage
+from pdserve_proxy.responses.store import ResponseStorage
 from pdserve_proxy.responses.turn import StoredTurn
 
 RELAYED_ROUTES = COMPLETION_ROUTES | {"/detokenize", "/tokenize", "/v1/messages/count_tokens"}

@@ -25,8 +25,7 @@ from pdserve_proxy.credentials import LiveCredentials, read_credentials
 from pdserve_proxy.metrics import ProxyMetrics, render_families
 from pdserve_proxy.registry.discovery_server import DiscoveryServer
 from pdserve_proxy.registry.registry import Registry
-from pdserve_proxy.responses.storage import OwnStorage
-from pdserve_proxy.responses.store import ResponseStore
+from pdserve_proxy.responses.store import OwnStorage, ResponseStore
 from pdserve_proxy.roles import RoleController
 from pdserve_proxy.routing.attempts import Attempts
 from pdserve_proxy.serving import Addresses, ProcessState, serve_clients, store_limits

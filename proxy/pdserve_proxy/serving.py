@@ -24,8 +24,7 @@ from pdserve_proxy.relay.dispatch import TicketSigner
 from pdserve_proxy.relay.relay import Relay
 from pdserve_proxy.requests.admission_queue import AdmissionController, AdmissionLimits
 from pdserve_proxy.requests.held_bodies import BodyLimits, HeldBodies
-from pdserve_proxy.responses.storage import ResponseStorage
-from pdserve_proxy.responses.store import StoreLimits
+from pdserve_proxy.responses.store import ResponseStorage, StoreLimits
 from pdserve_proxy.routing.attempts import Attempts
 from pdserve_proxy.status.access import StatusAccess
 from pdserve_proxy.status.routes import COMMANDS_PATH, Report, StatusRoutes

@@ -38,8 +38,7 @@ from pdserve.http.routes import DirectRoutes
 from pdserve.wire.discovery import NodeSizes, Role
 from pdserve.wire.engine import EngineStats, FinishReason, PrefillSource, Ready, RequestOutput, RequestReport
 from pdserve.wire.ids import new_id
-from pdserve.wire.terms import AnswerIdentity, PrefillTarget, Resume, Terms
-from pdserve.wire.ticket import TICKET_HEADER, Ticket
+from pdserve.wire.terms import TICKET_HEADER, AnswerIdentity, PrefillTarget, Resume, Terms, Ticket
 from tests.api.node import MODEL, WAIT_S
 from tests.api.scripted_engine import EOS, MAX_MODEL_LEN, prompt_logprobs_of, reported
 from tests.terms import made_ticket

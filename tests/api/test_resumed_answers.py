@@ -27,8 +27,7 @@ from pdserve.api.requests.tokenizer import Tokenizer, load_tokenizer
 from pdserve.control.journal import cut, cut_room_blocks, digest
 from pdserve.http.errors import ENGINE_GONE_HEADER
 from pdserve.wire.discovery import NodeInfo, Register, Role
-from pdserve.wire.terms import AnswerIdentity, PrefillTarget, Resume
-from pdserve.wire.ticket import TICKET_HEADER, Prepared, decode_prepared
+from pdserve.wire.terms import TICKET_HEADER, AnswerIdentity, PrefillTarget, Prepared, Resume, decode_prepared
 from tests.api.behaviour import REPLY_TEXT, SPLIT_TEXT, Behaviour
 from tests.api.node import MODEL, WAIT_S, NodeUnderTest, scripted_node
 from tests.api.plain_http import send

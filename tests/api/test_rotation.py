@@ -17,7 +17,7 @@ from pdserve.errors import AuthenticationFailed
 from pdserve.wire.discovery import Ack, NodeHello, ProxyWelcome, Register, ToProxy
 from pdserve.wire.engine import Renew
 from pdserve.wire.ids import new_id
-from pdserve.wire.ticket import TICKET_HEADER
+from pdserve.wire.terms import TICKET_HEADER
 from pdserve.wire.version import SPOKEN
 from tests.api.node import MODEL, NodeUnderTest, scripted_node
 from tests.api.plain_http import post

@@ -50,8 +50,7 @@ from pdserve.wire.discovery import (
 )
 from pdserve.wire.engine import Shutdown
 from pdserve.wire.ids import new_id
-from pdserve.wire.terms import PrefillTarget
-from pdserve.wire.ticket import TICKET_HEADER
+from pdserve.wire.terms import TICKET_HEADER, PrefillTarget
 from pdserve.wire.version import SPOKEN
 from tests.api.behaviour import ENGINE_FAILURE, REPLY_TEXT, Behaviour
 from tests.api.node import MODEL, WAIT_S, NodeUnderTest, node_command, scripted_node

@@ -14,8 +14,7 @@ from pdserve.control.frame import Purpose, Sealer
 from pdserve.control.journal import digest
 from pdserve.errors import Unauthorized
 from pdserve.wire.ids import new_id
-from pdserve.wire.terms import AnswerIdentity, PrefillTarget, Resume
-from pdserve.wire.ticket import Ticket
+from pdserve.wire.terms import AnswerIdentity, PrefillTarget, Resume, Ticket
 from tests.terms import made_ticket
 
 SECRET = b"a cluster secret"

@@ -12,8 +12,7 @@ import msgspec
 from pdserve.control.frame import Purpose, Sealer
 from pdserve.control.journal import digest
 from pdserve.wire.ids import new_id
-from pdserve.wire.terms import AnswerIdentity, PrefillTarget, Resume
-from pdserve.wire.ticket import Ticket
+from pdserve.wire.terms import AnswerIdentity, PrefillTarget, Resume, Ticket
 from tests.processes import SECRET as CLUSTER_SECRET
 from tests.terms import made_ticket
 

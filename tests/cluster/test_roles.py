@@ -16,8 +16,7 @@ from pathlib import Path
 import pytest
 
 from pdserve.cli.main import main
-from pdserve.wire.terms import PrefillTarget
-from pdserve.wire.ticket import TICKET_HEADER
+from pdserve.wire.terms import TICKET_HEADER, PrefillTarget
 from tests.attacks.insider import Office, header
 from tests.cluster.nodes import MODEL, Cluster, Node, cluster, http
 from tests.cluster.test_same_tokens import answers, prompt

@@ -22,8 +22,8 @@ from pdserve.config import (
     TpBackend,
     TransferConfig,
 )
+from pdserve.engine.api_channel import WakeUp
 from pdserve.engine.tp.tp_ranks import Ranks, running_ranks
-from pdserve.engine.wake_up import WakeUp
 from pdserve.liveness import LifeBoard, loop_names
 from pdserve.machine.core_share import CoreShare
 from pdserve.settings import cache_folder

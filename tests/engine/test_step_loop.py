@@ -16,7 +16,7 @@ import zmq
 
 from pdserve.config import Dtype, SchedulerConfig
 from pdserve.engine import step_loop
-from pdserve.engine.api_channel import ApiChannel
+from pdserve.engine.api_channel import ApiChannel, WakeUp
 from pdserve.engine.kv_cache.block_manager import BlockManager
 from pdserve.engine.kv_cache.prefix_cache import Match, extend_hashes
 from pdserve.engine.kv_connector import KvConnector
@@ -27,7 +27,6 @@ from pdserve.engine.sampling.grammar_matcher import GrammarMatcher
 from pdserve.engine.sampling.grammar_opener import GrammarOpener
 from pdserve.engine.scheduling.request_limits import PromptRule, StopRule
 from pdserve.engine.step_loop import NOT_FINITE, StepLoop
-from pdserve.engine.wake_up import WakeUp
 from pdserve.models.checkpoint.config_reading import read_decoder_config
 from pdserve.models.layer_groups import layer_groups
 from pdserve.models.runner import ModelRunner

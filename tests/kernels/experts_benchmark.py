@@ -16,12 +16,11 @@ from functools import partial
 import torch
 
 from pdserve.settings import cache_folder
-from pdserve_kernels.activations import Activation
 from pdserve_kernels.contract import BlockFormat, BlockWeight, ExpertsForm, ExpertWeights, Linear, UnreadWeight
 from pdserve_kernels.cpu.compiled_experts import CompiledExperts
 from pdserve_kernels.cpu.compiled_kernels import CompiledKernels
-from pdserve_kernels.cpu.looped_experts import LoopedExperts
-from pdserve_kernels.routing import Routing
+from pdserve_kernels.cpu.torch_kernels import LoopedExperts
+from pdserve_kernels.feed_forward import Activation, Routing
 from tests.kernels.cpu_benchmark import measure
 from tests.kernels.random_blocks import random_blocks
 

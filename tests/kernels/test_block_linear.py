@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdserve_kernels.contract import BlockFormat, BlockWeight
-from pdserve_kernels.cpu.compiled_block_linear import CompiledBlockLinear
-from pdserve_kernels.cpu.compiled_kernels import CompiledKernels
+from pdserve_kernels.cpu.compiled_kernels import CompiledBlockLinear, CompiledKernels
 from tests.kernels.random_blocks import dequantised, random_blocks
 
 FORMATS = st.sampled_from(list(BlockFormat))

@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdserve_kernels import reference
-from pdserve_kernels.activations import Activation
 from pdserve_kernels.contract import (
     BlockFormat,
     BlockWeight,
@@ -24,7 +23,7 @@ from pdserve_kernels.contract import (
 )
 from pdserve_kernels.cpu.compiled_experts import CompiledExperts, CompiledRouter
 from pdserve_kernels.cpu.compiled_kernels import CompiledKernels
-from pdserve_kernels.routing import GroupScore, Routing, Scoring
+from pdserve_kernels.feed_forward import Activation, GroupScore, Routing, Scoring
 from tests.examples import examples
 from tests.kernels.random_blocks import dequantised, random_blocks
 

@@ -19,10 +19,9 @@ from triton.compiler.compiler import make_backend
 from triton.runtime.errors import OutOfResources
 from triton.runtime.jit import JITFunction
 
-from pdserve_kernels.activations import Activation
 from pdserve_kernels.contract import AttentionRow, ExpertsForm, ExpertWeights, HeadNorms, UnreadWeight
+from pdserve_kernels.feed_forward import Activation, Routing, Scoring
 from pdserve_kernels.kv_layout import KvLayout
-from pdserve_kernels.routing import Routing, Scoring
 from pdserve_kernels.triton import paged_attention
 from pdserve_kernels.triton.cache_ops import gather_blocks, scatter_blocks
 from pdserve_kernels.triton.triton_kernels import TritonKernels

@@ -40,7 +40,7 @@ from pdserve.wire.discovery import (
     Role,
 )
 from pdserve.wire.ids import new_id
-from pdserve.wire.ticket import TICKET_HEADER, Ticket
+from pdserve.wire.terms import TICKET_HEADER, Ticket
 from pdserve.wire.version import SPOKEN
 from pdserve_proxy.server import run
 from pdserve_proxy.serving import Addresses

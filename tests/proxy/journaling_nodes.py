@@ -16,7 +16,7 @@ from pdserve.control.journal import DONE_ENTRY, USAGE_ENTRY, cut, digest, entry
 from pdserve.errors import Unavailable
 from pdserve.http.errors import ENGINE_GONE_HEADER, error_event
 from pdserve.wire.discovery import Role
-from pdserve.wire.ticket import TICKET_HEADER, Ticket
+from pdserve.wire.terms import TICKET_HEADER, Ticket
 from tests.proxy.cluster import SECRET, Cluster, node_info
 from tests.proxy.fake_node import Behaviour, Exchange, FakeNode, Received
 

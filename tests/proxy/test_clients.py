@@ -18,7 +18,7 @@ from pdserve.config import AdmissionConfig, ProxyConfig, RegistryConfig, Routing
 from pdserve.errors import ConfigError, Unauthorized
 from pdserve.wire.discovery import NodeLoad, Role
 from pdserve.wire.proxy_workers import ApiKey
-from pdserve.wire.ticket import TICKET_HEADER
+from pdserve.wire.terms import TICKET_HEADER
 from pdserve_proxy.credentials import ApiKeys, read_api_keys
 from tests.proxy.cluster import (
     Cluster,

@@ -21,7 +21,7 @@ import trustme
 from pdserve.control.frame import Opener, Purpose, Secrets
 from pdserve.process import parse_listening
 from pdserve.wire.discovery import Role
-from pdserve.wire.ticket import Ticket
+from pdserve.wire.terms import Ticket
 from tests.proxy.cluster import HEARTBEAT_MS, node_info, registered
 from tests.proxy.fake_node import Exchange, FakeNode
 

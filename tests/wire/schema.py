@@ -14,7 +14,7 @@ import msgspec
 
 from pdserve.wire.command import Command
 from pdserve.wire.discovery import FromProxy, ToProxy
-from pdserve.wire.ticket import Ticket
+from pdserve.wire.terms import Ticket
 from pdserve.wire.transfer import LinkAddress, ToDecode, ToPrefill
 from pdserve.wire.version import PROTOCOL_VERSION
 

@@ -41,8 +41,8 @@ from pdserve.wire.terms import (
     RequestTargets,
     Resume,
     Storing,
+    Ticket,
 )
-from pdserve.wire.ticket import Ticket
 from pdserve.wire.timeline import TraceContext
 from pdserve.wire.version import SPOKEN
 from pdserve_kvtransfer.pieces import MAX_RANKS

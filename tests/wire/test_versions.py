@@ -13,7 +13,7 @@ from pdserve.control.frame import Opener, Purpose, Sealer
 from pdserve.errors import UnreadableMessage
 from pdserve.wire import discovery
 from pdserve.wire.sampling_params import SamplingParams
-from pdserve.wire.ticket import Ticket
+from pdserve.wire.terms import Ticket
 from pdserve.wire.version import OLDEST_PROTOCOL, PROTOCOL_VERSION, SPOKEN, Spoken, for_protocol, since
 from tests.terms import made_terms
 from tests.wire.schema import Schema, breaches, schema_of

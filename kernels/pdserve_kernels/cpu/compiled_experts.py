@@ -7,11 +7,10 @@ from collections.abc import Iterable
 
 import torch
 
-from pdserve_kernels.activations import Activation
 from pdserve_kernels.contract import BlockWeight, ExpertsForm, ExpertWeights, UnreadWeight
 from pdserve_kernels.cpu.library import CExpert, CExpertRows, CExperts, CExpertWeight, CRouter, Library
 from pdserve_kernels.cpu.weight_memory import LINE, FilledMemory
-from pdserve_kernels.routing import GroupScore, Routing, Scoring
+from pdserve_kernels.feed_forward import Activation, GroupScore, Routing, Scoring
 
 _ACTIVATIONS = {
     Activation.SILU: 0,

@@ -15,9 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
-from pdserve_kernels.activations import CLAMPED_AT, CLAMPED_SLOPE, Activation
 from pdserve_kernels.contract import BlockWeight, ExpertsForm, ExpertWeights, UnreadWeight
-from pdserve_kernels.routing import GroupScore, Routing, Scoring
+from pdserve_kernels.feed_forward import CLAMPED_AT, CLAMPED_SLOPE, Activation, GroupScore, Routing, Scoring
 from pdserve_kernels.triton.paged_attention import launch_fitting
 from pdserve_kernels.triton.token_ops import sigmoid
 

@@ -13,7 +13,6 @@ import time
 from pdserve.control.connection_guard import RoutedMessage
 from pdserve.control.frame import MAX_REASON_CHARS
 from pdserve.errors import PeerLost, TransferError
-from pdserve.installed_version import INSTALLED_VERSION
 from pdserve.wire.transfer import (
     MAX_PROBE_BYTES,
     Examine,
@@ -24,7 +23,7 @@ from pdserve.wire.transfer import (
     ProbeRefused,
     ToDecode,
 )
-from pdserve.wire.version import OLDEST_PROTOCOL, Spoken
+from pdserve.wire.version import INSTALLED_VERSION, OLDEST_PROTOCOL, Spoken
 from pdserve_kvtransfer.control.sockets import ControlServer
 from pdserve_kvtransfer.pieces import label_of, tag_of
 from pdserve_kvtransfer.probe.examiner import (

@@ -14,8 +14,7 @@ from lab.simulation.machine.virtual_time import SimProcess, present_process
 from lab.simulation.plan import PlannedRequest
 from pdserve.api.node.serving_node import TicketGate
 from pdserve.control.frame import MAX_AGE_S
-from pdserve.wire.terms import PRIORITY_S
-from pdserve.wire.ticket import Ticket
+from pdserve.wire.terms import PRIORITY_S, Ticket
 from pdserve_kvtransfer.push.side import PushSide
 from pdserve_proxy.relay.dispatch import Dispatch, TicketSigner
 from pdserve_proxy.relay.relayed_request import RelayedRequest

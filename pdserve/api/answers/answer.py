@@ -16,7 +16,7 @@ from typing import Protocol
 
 import msgspec
 
-from pdserve.api.answers.answer_form import AnswerForm, AnswerOptions, PlainChoices
+from pdserve.api.answers.answer_form import AnswerForm, AnswerOptions, PlainChoices, PromptScores
 from pdserve.api.answers.logprobs import CompleteLogprobs, ShownToken, without_infinity
 from pdserve.api.answers.openai_response import (
     Choice,
@@ -30,7 +30,6 @@ from pdserve.api.answers.openai_response import (
     TextChunkChoice,
     Usage,
 )
-from pdserve.api.answers.prompt_scores import PromptScores
 from pdserve.api.answers.text_generation import TextDelta, TextGeneration, parts_of
 from pdserve.api.generation.request_log import ChoiceOutcome
 from pdserve.api.message.parts import MessageParts, PartsBuilder

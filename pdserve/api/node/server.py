@@ -34,7 +34,6 @@ from pdserve.config import DrainMode, EngineConfig, NodeConfig
 from pdserve.control.frame import Secrets
 from pdserve.errors import PdserveError
 from pdserve.http.server import HttpServer, bind, url_of
-from pdserve.installed_version import INSTALLED_VERSION
 from pdserve.log_format import name_node
 from pdserve.machine.memory import give_freed_memory_back, give_large_blocks_back
 from pdserve.metrics import BuildInfo, ProcessMetrics, installed
@@ -47,7 +46,7 @@ from pdserve.tracing.tracing import SpanCounts, Tracing
 from pdserve.wire.discovery import Capacity, NodeInfo, NodeLoad, NodeSizes, Role
 from pdserve.wire.engine import Ready
 from pdserve.wire.ids import new_id
-from pdserve.wire.version import SPOKEN
+from pdserve.wire.version import INSTALLED_VERSION, SPOKEN
 
 log = logging.getLogger(__name__)
 

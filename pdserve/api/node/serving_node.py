@@ -28,7 +28,7 @@ from pdserve.errors import Unauthorized, Unavailable, WireError
 from pdserve.tracing.tracing import Tracing
 from pdserve.wire.discovery import NodeSizes, Role
 from pdserve.wire.engine import Ready
-from pdserve.wire.ticket import Ticket
+from pdserve.wire.terms import Ticket
 from pdserve.wire.timeline import RequestLane
 
 log = logging.getLogger(__name__)

@@ -39,9 +39,9 @@ from pdserve.http.documentation import add_documentation
 from pdserve.http.model_list import ModelCard, ModelList, model_in_query
 from pdserve.http.request import JSON, HttpRequest
 from pdserve.http.routes import TOKENIZER_INFO_PATH, DirectRoutes, quart_app
-from pdserve.installed_version import INSTALLED_VERSION
 from pdserve.wire.command import COMMAND_PATH
 from pdserve.wire.discovery import NodeSizes
+from pdserve.wire.version import INSTALLED_VERSION
 
 
 class NodeServerInfo(msgspec.Struct, frozen=True):

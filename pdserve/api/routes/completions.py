@@ -63,8 +63,17 @@ from pdserve.http.request import JSON, TRACEPARENT, HttpRequest, Reply, request_
 from pdserve.tracing.lanes import LaneNotes
 from pdserve.wire.ids import new_id
 from pdserve.wire.sampling_params import Grammar
-from pdserve.wire.terms import MAX_CLIENT_BYTES, AnswerIdentity, Keep, PromptTerms, RequestTargets, Terms
-from pdserve.wire.ticket import TICKET_HEADER, Prepared, Ticket
+from pdserve.wire.terms import (
+    MAX_CLIENT_BYTES,
+    TICKET_HEADER,
+    AnswerIdentity,
+    Keep,
+    Prepared,
+    PromptTerms,
+    RequestTargets,
+    Terms,
+    Ticket,
+)
 from pdserve.wire.timeline import PhaseKind, ProcessKind, TraceContext
 
 IGNORED_HEADER = "x-pdserve-ignored"

@@ -22,7 +22,7 @@ from llguidance import LLTokenizer
 
 from pdserve.bench.report import Better, Figure, Row, Unit
 from pdserve.config import SchedulerConfig, Speculate, TargetsConfig, TransferConfig
-from pdserve.engine.api_channel import ApiChannel
+from pdserve.engine.api_channel import ApiChannel, WakeUp
 from pdserve.engine.kv_cache.block_manager import BlockManager
 from pdserve.engine.kv_connector.connector import NoTransferConnector
 from pdserve.engine.placement.latency_targets import LatencyTargets
@@ -33,7 +33,6 @@ from pdserve.engine.scheduling.output_collector import LaneRecorder
 from pdserve.engine.scheduling.request_limits import PromptRule, StopRule
 from pdserve.engine.step_loop import StepLoop
 from pdserve.engine.tp.rank_rows import SentRows
-from pdserve.engine.wake_up import WakeUp
 from pdserve.errors import EngineError
 from pdserve.models.backend import CPU
 from pdserve.models.rank_cache import KvGroup

@@ -43,7 +43,7 @@ from pdserve.models.sizes import (
     gpu_share,
 )
 from pdserve.wire.cache_groups import Keep
-from pdserve_kernels.activations import Activation
+from pdserve_kernels.feed_forward import Activation
 
 log = logging.getLogger(__name__)
 

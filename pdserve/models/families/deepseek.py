@@ -30,7 +30,7 @@ from pdserve.models.recipe import (
     NormOrder,
     Rotary,
 )
-from pdserve_kernels.routing import GroupScore, Scoring
+from pdserve_kernels.feed_forward import GroupScore, Scoring
 
 LATENT_EPS = 1e-6
 """That of the norms of latents, whatever that of the other norms is."""

@@ -40,7 +40,7 @@ from pdserve.models.recipe import (
     PerLayerInput,
     Rotary,
 )
-from pdserve_kernels.activations import Activation
+from pdserve_kernels.feed_forward import Activation
 
 FOUR_NORMS = (
     "input_layernorm",

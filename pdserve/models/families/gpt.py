@@ -35,8 +35,7 @@ from pdserve.models.recipe import (
     NormOrder,
     Rotary,
 )
-from pdserve_kernels.activations import CLAMPED_AT, CLAMPED_SLOPE, Activation
-from pdserve_kernels.routing import Scoring
+from pdserve_kernels.feed_forward import CLAMPED_AT, CLAMPED_SLOPE, Activation, Scoring
 
 GELUS = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast", "gelu")
 

@@ -18,7 +18,7 @@ from pdserve.models.recipe import (
     Norm,
     ShortConvRecipe,
 )
-from pdserve_kernels.routing import Scoring
+from pdserve_kernels.feed_forward import Scoring
 
 CONV = "conv"
 

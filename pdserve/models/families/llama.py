@@ -39,8 +39,7 @@ from pdserve.models.recipe import (
     QueryScale,
     Rotary,
 )
-from pdserve_kernels.activations import Activation
-from pdserve_kernels.routing import Scoring
+from pdserve_kernels.feed_forward import Activation, Scoring
 
 
 class LlamaSettings(FamilySettings, kw_only=True):

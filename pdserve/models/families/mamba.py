@@ -22,8 +22,7 @@ from pdserve.models.recipe import (
     PartScales,
     Rotary,
 )
-from pdserve_kernels.activations import Activation
-from pdserve_kernels.routing import Scoring
+from pdserve_kernels.feed_forward import Activation, Scoring
 
 LINEAR, MOE, MLP = "linear_attention", "moe", "mlp"
 OLDER = {"mamba": LINEAR, "attention": FULL}

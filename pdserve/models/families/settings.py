@@ -31,7 +31,7 @@ from pdserve.models.recipe import (
     Rotary,
     YarnScaling,
 )
-from pdserve_kernels.activations import Activation
+from pdserve_kernels.feed_forward import Activation
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 SELF_ATTENTION = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")

@@ -13,8 +13,8 @@ from pdserve.models.parts.projections import Building, Projection, RowParallel, 
 from pdserve.models.recipe import MlpRecipe
 from pdserve.models.tp.shares import share
 from pdserve_kernels import reference
-from pdserve_kernels.activations import Activation
 from pdserve_kernels.contract import Kernels
+from pdserve_kernels.feed_forward import Activation
 
 FeedForward = Callable[[torch.Tensor], torch.Tensor]
 """Maps ``[tokens, hidden_size]`` to the same shape."""

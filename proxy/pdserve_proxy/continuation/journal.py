@@ -1,6 +1,6 @@
 """Keeps the journal of every answer, from which another node can resume it: its request and its entries.
 
-The node begins each event of a stream with an entry (``pdserve.control.journal``). ``JournaledEvents`` cuts the entries
+The node begins each event of a stream with an entry (``pdserve.control.journal``). ``relay.event_stream`` cuts them
 off, so that no client sees one, and adds them to the stream's ``RelayJournal``. All journals of a process share the
 budget of its ``JournalBudget``. A journal that does not fit, or could not be complete, is dropped: its answer goes on,
 and cannot be resumed.
@@ -11,8 +11,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable
 
-from pdserve.control.journal import DONE_ENTRY, MAX_JOURNAL_BYTES, Journal, cut, cut_room_blocks, parse
-from pdserve_proxy.relay.complete_events import CompleteEvents
+from pdserve.control.journal import DONE_ENTRY, MAX_JOURNAL_BYTES, Journal, parse
 from pdserve_proxy.relay.dispatch import NodeRequest
 
 LARGEST_SHARE = 32
@@ -179,69 +178,3 @@ class RelayJournal:
 
 def _lines(entries: bytearray) -> bytes:
     return bytes(entries).replace(b"\n", b"").replace(b":", b"\n")[1:] + b"\n"
-
-
-class JournaledEvents(CompleteEvents):
-    """Passes a byte stream on in complete events, without their entries, which go to a journal.
-
-    An event without an entry is one with which the node ends its stream itself, like an error event, or it comes from a
-    node that writes no journal. Such a stream is not resumed.
-    """
-
-    def __init__(self, journal: RelayJournal) -> None:
-        super().__init__()
-        self._journal = journal
-        self._keep = journal.keep
-
-    def feed(self, piece: bytes) -> bytes:
-        # Every token of every client passes here, so what nearly every piece is comes first, in calls that cost little.
-        if not self._tail and piece[:1] == b":":
-            entry, _, event = piece.partition(b"\n")
-            if event.partition(b"\n")[2] == b"\n":  # one event, of one line
-                self._keep(entry)
-                return event
-            lines = piece.split(b"\n")
-            entries, count = b"\n".join(lines[::3]), len(lines) // 3
-            # Several of these: an entry, a line and an empty line each, and nothing behind the last end of line.
-            complete = len(lines) == 3 * count + 1 and not lines[-1] and not any(lines[2::3])
-            if complete and entries.count(b"\n:") == count - 1:
-                self._keep(entries)
-                return b"\n\n".join(lines[1::3]) + b"\n\n"
-        # Of an event that is not held back any more, the client has the beginning, and ``_tail`` ends that.
-        before = b"-" + self._tail if self._inside else b""
-        return self._cut(before, super().feed(piece))
-
-    def rest(self) -> bytes:
-        before = b"-" + self._tail if self._inside else b""
-        return self._cut(before, super().rest())
-
-    def _cut(self, before: bytes, events: bytes) -> bytes:
-        """Returns ``events``, which follow ``before``, without entries."""
-        if not before:
-            events, tokens = cut_room_blocks(events)
-            self._journal.want_blocks(tokens)
-        if not events:
-            return b""
-        shown, entries = cut(before + events)
-        if (self._inside or before) and self.long_event.startswith(b":"):
-            self._journal.drop(DropReason.EVENT)
-        elif self._inside or before or shown.count(b"\n\n") != entries.count(b"\n"):
-            self._journal.add_entryless()
-        self._journal.add(entries)
-        return shown[len(before) :]
-
-
-class ReplayedEvents(JournaledEvents):
-    """Does what ``JournaledEvents`` does, for a stream that begins with the entries of events that its client has."""
-
-    def __init__(self, journal: RelayJournal, journal_bytes: int) -> None:
-        super().__init__(journal)
-        self._journal_bytes = journal_bytes
-        """How many bytes of entries are still to come."""
-
-    def feed(self, piece: bytes) -> bytes:
-        if self._journal_bytes:
-            entries, piece = piece[: self._journal_bytes], piece[self._journal_bytes :]
-            self._journal_bytes -= len(entries)
-            self._keep(entries)
-        return super().feed(piece) if piece else b""

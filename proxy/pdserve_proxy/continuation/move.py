@@ -32,7 +32,7 @@ from pdserve.control.journal import Journal, JournalError
 from pdserve.errors import Unavailable
 from pdserve.patience import PatientTimeout
 from pdserve.wire.discovery import NodeInfo
-from pdserve.wire.ticket import MAX_PREPARED_BYTES, Prepared, decode_prepared
+from pdserve.wire.terms import MAX_PREPARED_BYTES, Prepared, decode_prepared
 from pdserve_proxy.continuation.resume import (
     NEXT_EVENT_S,
     NO_WORK,

@@ -15,8 +15,7 @@ from pdserve.errors import PrefillLost
 from pdserve.http.errors import ENGINE_GONE_HEADER
 from pdserve.http.request import JSON, REQUEST_ID_HEADER
 from pdserve.wire.discovery import NodeInfo, NodeLoad, Role, free_share
-from pdserve.wire.terms import PrefillTarget, PromptTerms, Resume, Terms
-from pdserve.wire.ticket import TICKET_HEADER, Ticket
+from pdserve.wire.terms import TICKET_HEADER, PrefillTarget, PromptTerms, Resume, Terms, Ticket
 from pdserve_proxy.continuation.losses import ReturnedRequest, judge_returned
 from pdserve_proxy.records.node_counts import NodeCounts
 from pdserve_proxy.registry.snapshot import RegistryView

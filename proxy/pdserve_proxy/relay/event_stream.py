@@ -1,7 +1,8 @@
 """Relays the body of a streamed response: complete server-sent events, of another node once the first one is lost.
 
-The relay looks for the ends of events and for journal entries only. It does not parse what a client gets, but for the
-error event with which a node ended its stream.
+A stream is cut at the ends of its events (``CompleteEvents``), and the journal's entries are cut off
+(``JournaledEvents``). The relay looks for these only. It does not parse what a client gets, but for the error event
+with which a node ended its stream.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ from collections.abc import Callable
 
 import msgspec
 
+from pdserve.control.journal import cut, cut_room_blocks
 from pdserve.errors import BadUpstream
 from pdserve.http.errors import error_event, error_form
-from pdserve_proxy.continuation.journal import JournaledEvents, ReplayedEvents
+from pdserve_proxy.continuation.journal import DropReason, RelayJournal
 from pdserve_proxy.continuation.resume import ResumeFailed, Resumption
-from pdserve_proxy.relay.complete_events import BEGINNING_BYTES, CompleteEvents
 from pdserve_proxy.relay.outcomes import RelayOutcome
 from pdserve_proxy.relay.relayed_request import RelayedRequest
 from pdserve_proxy.upstream.node_connection import NodeLost, NodeResponse
@@ -28,6 +29,157 @@ _CLIENTS_ERRORS = frozenset({"invalid_request_error", "invalid_prompt"})
 """The type of the client's own errors, and their code in a failed response."""
 _LATE_ERRORS = frozenset({"timeout_error", "deadline_exceeded"})
 """The type of the error of a request that is past its time, and its code, which is all that ``/v1/responses`` has."""
+
+MAX_EVENT_BYTES = 2**20
+BEGINNING_BYTES = 2**16
+"""So much is looked at of an event that may be the last. That of a failed response says all that it had."""
+
+_ENDINGS = (b"\n\n", b"\r\n\r\n")
+_LONGEST_ENDING = 4
+
+
+class CompleteEvents:
+    """Passes a byte stream on in pieces that end where an event ends.
+
+    A client then never holds half an event when its stream breaks, and an error event can always follow. Nodes write
+    complete events, so nearly every piece passes unchanged. At most ``MAX_EVENT_BYTES`` of an event are held back. The
+    work per byte is constant, however the stream is cut.
+    """
+
+    def __init__(self) -> None:
+        self._held: list[bytes] = []
+        """The pieces of an event whose end has not come."""
+        self._held_bytes = 0
+        self._tail = b""
+        """The last bytes of that event, which may be the beginning of its ending."""
+        self._inside = False
+        """Whether the client has the beginning of that event already."""
+        self.long_event = b""
+        """The beginning of the last event that was passed on in parts; empty if there was none."""
+
+    @property
+    def inside(self) -> bool:
+        """Whether the client has the beginning of an event, and not its end."""
+        return self._inside
+
+    def feed(self, piece: bytes) -> bytes:
+        """Returns the bytes that can be sent on now, which may be none."""
+        seam = self._tail + piece if self._tail else piece
+        if seam.endswith(_ENDINGS):
+            return self._release(piece, b"")
+        end = max(seam.rfind(ending) + len(ending) if ending in seam else 0 for ending in _ENDINGS)
+        if end:
+            end -= len(seam) - len(piece)
+            rest = piece[end:]
+            out = self._release(piece[:end], rest)
+            if len(rest) <= MAX_EVENT_BYTES:
+                self._hold(rest)
+                return out
+            self._begin_parts(rest)
+            return out + rest
+        self._hold(piece)
+        self._tail = seam[1 - _LONGEST_ENDING :]
+        if self._held_bytes <= MAX_EVENT_BYTES:
+            return b""
+        held = self._take()
+        if not self._inside:
+            self._begin_parts(held)
+        return held
+
+    def rest(self) -> bytes:
+        """Returns the bytes that are held back, for a stream that ended in good order."""
+        return self._take()
+
+    def close_broken(self) -> bytes:
+        """Drops the bytes that are held back, and returns what has to precede an error event in a broken stream."""
+        self._take()
+        return b"\n\n" if self._inside else b""
+
+    def _release(self, last: bytes, rest: bytes) -> bytes:
+        """Returns the held bytes and ``last``, which ends an event. ``rest`` begins the next event."""
+        self._tail = rest[1 - _LONGEST_ENDING :]
+        self._inside = False
+        return self._take() + last if self._held else last
+
+    def _begin_parts(self, beginning: bytes) -> None:
+        self._inside = True
+        self.long_event = beginning[:BEGINNING_BYTES]
+
+    def _hold(self, piece: bytes) -> None:
+        self._held.append(piece)
+        self._held_bytes += len(piece)
+
+    def _take(self) -> bytes:
+        held = b"".join(self._held)
+        self._held.clear()
+        self._held_bytes = 0
+        return held
+
+
+class JournaledEvents(CompleteEvents):
+    """Passes a byte stream on in complete events, without their entries, which go to a journal.
+
+    An event without an entry is one with which the node ends its stream itself, like an error event, or it comes from a
+    node that writes no journal. Such a stream is not resumed.
+    """
+
+    def __init__(self, journal: RelayJournal) -> None:
+        super().__init__()
+        self._journal = journal
+        self._keep = journal.keep
+
+    def feed(self, piece: bytes) -> bytes:
+        # Every token of every client passes here, so what nearly every piece is comes first, in calls that cost little.
+        if not self._tail and piece[:1] == b":":
+            entry, _, event = piece.partition(b"\n")
+            if event.partition(b"\n")[2] == b"\n":  # one event, of one line
+                self._keep(entry)
+                return event
+            lines = piece.split(b"\n")
+            entries, count = b"\n".join(lines[::3]), len(lines) // 3
+            # Several of these: an entry, a line and an empty line each, and nothing behind the last end of line.
+            complete = len(lines) == 3 * count + 1 and not lines[-1] and not any(lines[2::3])
+            if complete and entries.count(b"\n:") == count - 1:
+                self._keep(entries)
+                return b"\n\n".join(lines[1::3]) + b"\n\n"
+        # Of an event that is not held back any more, the client has the beginning, and ``_tail`` ends that.
+        before = b"-" + self._tail if self._inside else b""
+        return self._cut(before, super().feed(piece))
+
+    def rest(self) -> bytes:
+        before = b"-" + self._tail if self._inside else b""
+        return self._cut(before, super().rest())
+
+    def _cut(self, before: bytes, events: bytes) -> bytes:
+        """Returns ``events``, which follow ``before``, without entries."""
+        if not before:
+            events, tokens = cut_room_blocks(events)
+            self._journal.want_blocks(tokens)
+        if not events:
+            return b""
+        shown, entries = cut(before + events)
+        if (self._inside or before) and self.long_event.startswith(b":"):
+            self._journal.drop(DropReason.EVENT)
+        elif self._inside or before or shown.count(b"\n\n") != entries.count(b"\n"):
+            self._journal.add_entryless()
+        self._journal.add(entries)
+        return shown[len(before) :]
+
+
+class ReplayedEvents(JournaledEvents):
+    """Does what ``JournaledEvents`` does, for a stream that begins with the entries of events that its client has."""
+
+    def __init__(self, journal: RelayJournal, journal_bytes: int) -> None:
+        super().__init__(journal)
+        self._journal_bytes = journal_bytes
+        """How many bytes of entries are still to come."""
+
+    def feed(self, piece: bytes) -> bytes:
+        if self._journal_bytes:
+            entries, piece = piece[: self._journal_bytes], piece[self._journal_bytes :]
+            self._journal_bytes -= len(entries)
+            self._keep(entries)
+        return super().feed(piece) if piece else b""
 
 
 class EventStream:

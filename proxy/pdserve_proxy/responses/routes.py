@@ -18,7 +18,7 @@ from pdserve.http.routes import Handler
 from pdserve_proxy.credentials import ApiKeys
 from pdserve_proxy.requests.held_bodies import HeldBodies, HeldBody
 from pdserve_proxy.responses.items import page
-from pdserve_proxy.responses.storage import ResponseStorage
+from pdserve_proxy.responses.store import ResponseStorage
 from pdserve_proxy.responses.turn import RESPONSES_PATH, not_found
 
 MAX_PAGE = 100

@@ -19,8 +19,7 @@ from pdserve.http.request import BodyBounds
 from pdserve.wire.terms import Storing
 from pdserve_proxy.requests.request_body import GenerationBody
 from pdserve_proxy.responses.items import input_items, output_items
-from pdserve_proxy.responses.storage import ResponseStorage
-from pdserve_proxy.responses.store import FinishedResponse
+from pdserve_proxy.responses.store import FinishedResponse, ResponseStorage
 
 RESPONSES_PATH = "/v1/responses"
 RESPONSE_ID_START = "resp_"

@@ -14,10 +14,10 @@ from itertools import islice
 
 import msgspec
 
-from pdserve.installed_version import INSTALLED_VERSION
 from pdserve.wire.cache_groups import Keep
 from pdserve.wire.discovery import Capacity, NodeLoad, used_share
 from pdserve.wire.status import Incident, RelayStatus, RequestStage, SeenRequest
+from pdserve.wire.version import INSTALLED_VERSION
 from pdserve_proxy.recent import STEP_S, STEPS, RecentCounts, last_incidents, step_of
 from pdserve_proxy.records.access_log import MAX_RECENT, RequestCounts
 from pdserve_proxy.records.relay_record import RelayRecord

@@ -24,7 +24,6 @@ import zmq.asyncio
 
 from pdserve.config import ProxyConfig
 from pdserve.errors import ConfigError, PdserveError, Unavailable
-from pdserve.installed_version import INSTALLED_VERSION
 from pdserve.process import allow_open_files, collect_rarely, python_program, read_launch, set_up_logging
 from pdserve.signals import ignore_hangup, stop_signals
 from pdserve.tracing.tracing import RecentLanes, Tracing
@@ -58,11 +57,12 @@ from pdserve.wire.proxy_workers import (
     WorkerReady,
 )
 from pdserve.wire.timeline import RequestLane
+from pdserve.wire.version import INSTALLED_VERSION
 from pdserve_proxy.continuation.losses import Suspects
 from pdserve_proxy.credentials import LiveCredentials
 from pdserve_proxy.metrics import ProxyMetrics, export_families
 from pdserve_proxy.registry.registry import RegistryMirror
-from pdserve_proxy.responses.storage import SupervisorStorage
+from pdserve_proxy.responses.store import SupervisorStorage
 from pdserve_proxy.routing.attempts import Attempts
 from pdserve_proxy.serving import ProcessState, serve_clients, store_limits
 from pdserve_proxy.status.report import relay_status

@@ -20,7 +20,6 @@ import zmq
 import zmq.asyncio
 
 from pdserve.errors import ConfigError
-from pdserve.installed_version import INSTALLED_VERSION
 from pdserve.liveness import Motion, Silence, motion_of
 from pdserve.local_socket import bind
 from pdserve.wire.proxy_workers import (
@@ -57,13 +56,13 @@ from pdserve.wire.proxy_workers import (
 )
 from pdserve.wire.status import RelayStatus
 from pdserve.wire.timeline import RequestLane
+from pdserve.wire.version import INSTALLED_VERSION
 from pdserve_proxy.continuation.losses import Suspects
 from pdserve_proxy.metrics import ProxyMetrics, lasting_families, nodes_of, of_nodes, render_families, sum_families
 from pdserve_proxy.records.node_counts import OTHER_NODES
 from pdserve_proxy.registry.registry import Registry
 from pdserve_proxy.registry.snapshot import RegisteredNode
-from pdserve_proxy.responses.storage import abandon, answer
-from pdserve_proxy.responses.store import ResponseStore
+from pdserve_proxy.responses.store import ResponseStore, abandon, answer
 from pdserve_proxy.status.report import Reporter, SharedReport, relay_status
 
 log = logging.getLogger(__name__)

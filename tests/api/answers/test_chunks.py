@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 
 from pdserve.api.answers import answer as sse
 from pdserve.api.answers.answer import ChunkEncoder, ChunkStream, FullChunks, PlainChunks, chunk_stream
-from pdserve.api.answers.answer_form import CHAT_FORM, TEXT_FORM, AnswerForm, AnswerOptions, PlainChoices
+from pdserve.api.answers.answer_form import CHAT_FORM, TEXT_FORM, AnswerForm, AnswerOptions, PlainChoices, PromptScores
 from pdserve.api.answers.logprobs import ShownToken
 from pdserve.api.answers.openai_response import Envelope
-from pdserve.api.answers.prompt_scores import PromptScores
 from pdserve.api.answers.text_generation import TextDelta
 from pdserve.api.generation.request_log import ChoiceOutcome
 from pdserve.wire.sampling_params import TokenLogprobs

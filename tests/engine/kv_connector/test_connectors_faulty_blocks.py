@@ -11,12 +11,12 @@ import msgspec
 import pytest
 
 from pdserve.config import KvOverlap, TransferConfig
+from pdserve.engine.api_channel import WakeUp
 from pdserve.engine.kv_cache.block_manager import BlockManager
 from pdserve.engine.kv_connector import KvConnector
 from pdserve.engine.kv_connector.prompt_fetcher import PromptFetcher
 from pdserve.engine.kv_connector.prompt_pusher import PromptPusher, PushSchedule
 from pdserve.engine.kv_connector.transfer_memory import region_of
-from pdserve.engine.wake_up import WakeUp
 from pdserve.models.runner import ModelRunner
 from pdserve.wire.ids import new_id
 from pdserve.wire.terms import PrefillTarget

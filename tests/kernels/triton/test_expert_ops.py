@@ -10,9 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdserve_kernels import reference
-from pdserve_kernels.activations import Activation
 from pdserve_kernels.contract import ExpertsForm, ExpertWeights, UnreadWeight
-from pdserve_kernels.routing import GroupScore, Routing, Scoring
+from pdserve_kernels.feed_forward import Activation, GroupScore, Routing, Scoring
 from pdserve_kernels.triton.expert_ops import TritonExperts, route, sort_rows
 from tests.kernels.triton.device import DEVICE, PRODUCT_DTYPES, SEEDS, assert_near, examples
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.control.journal import Journal, JournaledChoice
-from pdserve.wire.ticket import Prepared
+from pdserve.wire.terms import Prepared
 from pdserve_proxy.continuation.move import FEW_TOKENS, FullBlockWatch, lacking_now, tokens_to_wait
 
 BLOCK = 16

@@ -11,9 +11,14 @@ from hypothesis import strategies as st
 
 from pdserve.control import journal as wire
 from pdserve.control.journal import DONE_ENTRY, USAGE_ENTRY, Journal, cut, entry
-from pdserve_proxy.continuation.journal import GROWTH_BYTES, DropReason, JournalBudget, JournaledEvents, RelayJournal
-from pdserve_proxy.relay.complete_events import MAX_EVENT_BYTES
+from pdserve_proxy.continuation.journal import (
+    GROWTH_BYTES,
+    DropReason,
+    JournalBudget,
+    RelayJournal,
+)
 from pdserve_proxy.relay.dispatch import NodeRequest
+from pdserve_proxy.relay.event_stream import MAX_EVENT_BYTES, JournaledEvents
 from pdserve_proxy.requests.request_body import read_body
 from tests.cpu_time import least_cpu_s
 from tests.examples import examples

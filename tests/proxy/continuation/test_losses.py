@@ -16,7 +16,7 @@ from pdserve.errors import InvalidRequest, PrefillLost
 from pdserve.tracing.tracing import RecentLanes
 from pdserve.wire.discovery import Role
 from pdserve.wire.proxy_workers import Credentials
-from pdserve.wire.ticket import Ticket
+from pdserve.wire.terms import Ticket
 from pdserve_proxy.continuation.losses import LOOKS, MAX_SUSPECTS, Suspects
 from pdserve_proxy.credentials import LiveCredentials
 from pdserve_proxy.metrics import ProxyMetrics

@@ -16,7 +16,7 @@ import pytest
 from pdserve.control.journal import cut
 from pdserve.http.guard import HALF_CLOSED_S
 from pdserve.wire.discovery import NodeInfo, Role
-from pdserve.wire.ticket import Prepared
+from pdserve.wire.terms import Prepared
 from pdserve_proxy.continuation import move, resume
 from pdserve_proxy.relay.outcomes import MoveReason
 from pdserve_proxy.relay.relayed_request import RelayedRequest

@@ -22,8 +22,8 @@ from pdserve.wire.ids import new_id
 from pdserve_proxy.continuation import losses, resume, turns
 from pdserve_proxy.records.access_log import RequestCounts
 from pdserve_proxy.registry.registry import Registry
-from pdserve_proxy.relay.complete_events import MAX_EVENT_BYTES
 from pdserve_proxy.relay.dispatch import NodeRequest, TicketSigner
+from pdserve_proxy.relay.event_stream import MAX_EVENT_BYTES
 from pdserve_proxy.relay.relay import Relay, StreamedResponse
 from pdserve_proxy.requests.request_body import read_body
 from pdserve_proxy.routing.attempts import Attempts

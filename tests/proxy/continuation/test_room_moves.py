@@ -12,7 +12,7 @@ import pytest
 from pdserve.control.journal import room_block, room_line
 from pdserve.wire.cache_groups import Keep
 from pdserve.wire.discovery import GroupCapacity, NodeLoad
-from pdserve.wire.ticket import Prepared
+from pdserve.wire.terms import Prepared
 from pdserve_proxy.continuation import move, resume
 from tests.proxy.cluster import Cluster, cluster, eventually, metric
 from tests.proxy.continuation.test_move import BEGUN, Others, draining, entries, fetchable, prepare

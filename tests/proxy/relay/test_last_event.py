@@ -9,8 +9,7 @@ import pytest
 from pdserve.config import Switch
 from pdserve.errors import DeadlineExceeded, InvalidRequest, RequestError, Unavailable
 from pdserve.http.errors import ErrorForm, error_body, error_event
-from pdserve_proxy.relay.complete_events import BEGINNING_BYTES, MAX_EVENT_BYTES
-from pdserve_proxy.relay.event_stream import error_outcome, last_event
+from pdserve_proxy.relay.event_stream import BEGINNING_BYTES, MAX_EVENT_BYTES, error_outcome, last_event
 from pdserve_proxy.relay.outcomes import RelayOutcome, has_failed
 from tests.proxy.cluster import cluster, metric, proxy_config
 from tests.proxy.fake_node import EVENTS, Exchange

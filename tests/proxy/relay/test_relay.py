@@ -13,8 +13,7 @@ import pytest
 
 from pdserve.config import AdmissionConfig, ProxyConfig
 from pdserve.wire.discovery import Role
-from pdserve.wire.terms import PrefillTarget
-from pdserve.wire.ticket import TICKET_HEADER
+from pdserve.wire.terms import TICKET_HEADER, PrefillTarget
 from tests.proxy.cluster import cluster, metric, node_info, proxy_config, ticket_of
 from tests.proxy.fake_node import DONE, EVENTS, Exchange, FakeNode, stream_events
 

@@ -50,7 +50,7 @@ from pdserve.models.recipe import (
     Rotary,
 )
 from pdserve.models.table import FAMILIES, settings_from_values
-from pdserve_kernels.routing import Scoring
+from pdserve_kernels.feed_forward import Scoring
 
 ROTARY_DIVISORS = "rope_freqs.weight"
 """The tensor with the divisor of each rotary frequency: Llama 3's scaling, in numbers."""

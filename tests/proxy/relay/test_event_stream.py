@@ -8,7 +8,7 @@ import itertools
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdserve_proxy.relay.complete_events import MAX_EVENT_BYTES, CompleteEvents
+from pdserve_proxy.relay.event_stream import MAX_EVENT_BYTES, CompleteEvents
 from tests.cpu_time import least_cpu_s
 from tests.examples import examples
 

@@ -1,4 +1,8 @@
-"""Says how the outputs of a router become the experts of a token and their weights. It needs no torch."""
+"""What recipes and kernels say of a feed-forward part. It needs no torch.
+
+An ``Activation`` is the function between its products. ``Routing`` says how the outputs of a router become the experts
+of a token and their weights.
+"""
 
 from __future__ import annotations
 
@@ -58,3 +62,17 @@ class Routing:
             raise ValueError(f"{self.chosen} experts cannot be chosen from {self.chosen_groups * size}")
         if self.groups > 1 and self.group_score is GroupScore.TWO_BEST and size < 2:
             raise ValueError(f"groups of {size} experts have no two best")
+
+
+CLAMPED_SLOPE, CLAMPED_AT = 1.702, 7.0
+
+
+class Activation(enum.Enum):
+    SILU = "silu"
+    GELU = "gelu"
+    GELU_TANH = "gelu_tanh"
+    RELU = "relu"
+    RELU_SQUARED = "relu_squared"
+    XIELU = "xielu"
+    CLAMPED_SILU = "clamped_silu"
+    """``gate * sigmoid(CLAMPED_SLOPE * gate) * (up + 1)``, of a gate up to ``CLAMPED_AT``, and an up within it."""

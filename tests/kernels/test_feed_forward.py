@@ -11,7 +11,7 @@ from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkR
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 
 from pdserve_kernels import reference
-from pdserve_kernels.routing import GroupScore, Routing, Scoring
+from pdserve_kernels.feed_forward import GroupScore, Routing, Scoring
 
 EXPERTS, HIDDEN, CHOSEN = 12, 6, 4
 SIZES: dict[str, Any] = {
