@@ -165,6 +165,8 @@ class NodeLoad(msgspec.Struct, frozen=True, omit_defaults=True):
     """The tokens of prompts that the node's engine has computed since its start, for itself and for others."""
     generated_tokens: Count = 0
     """The tokens that the node's engine has generated since its start."""
+    accepted_drafts: Count = 0
+    """Those of them that were guessed ahead."""
     gaps: GapCounts = GapCounts()
     """The times between the tokens that left the node."""
     links: LinkCounts = LinkCounts()

@@ -297,6 +297,7 @@ class EngineStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
             self.prefill.decode_step_s if self.queue.running else 0.0,
             prompt_tokens=self.step.computed_prompt_tokens,
             generated_tokens=self.scheduler.generated_tokens,
+            accepted_drafts=self.scheduler.accepted_drafts,
             links=self.links,
             bounded_free_blocks=tuple(self.cache.group_free_blocks.values()),
         )

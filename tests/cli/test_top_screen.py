@@ -80,7 +80,7 @@ def test_everything_is_there() -> None:
     assert "requests 1.5/s   failures 0.0/s   tokens 1,234/s   prompt tokens –/s" in lines
     assert re.search(r"time to first token +250 ms +1\.50 s +2 min", text)
     assert re.search(
-        r"decode-0 +decode +serving +3/32 +1 +█████░░░░░  50% +123 +– +31 ms +2 shared memory +0\.1\.0", text
+        r"decode-0 +decode +serving +3/32 +1 +█████░░░░░  50% +123 +– +– +31 ms +2 shared memory +0\.1\.0", text
     )
     assert re.search(r"r1 +answer +prefill-0 → decode-0 +7\.50 s", text)
     assert text.index("its answer goes on at decode-0 × 6 · r9") < text.index("a decode node of m")
@@ -91,6 +91,15 @@ WINDOW_GROUPS = (
     GroupStatus(name="window 128", keep=Keep.WINDOW, window=128, used_blocks=9, num_blocks=10, block_bytes=2**19),
     GroupStatus(name="state", keep=Keep.LATEST, window=0, used_blocks=2, num_blocks=8, block_bytes=2**20),
 )
+
+
+def test_a_node_that_drafts_shows_the_share_of_its_tokens_that_drafts_gave() -> None:
+    nodes = (node("drafting", generated_tokens_per_s=200.0, accepted_drafts_per_s=90.0), node("plain"))
+    lines = render(report(nodes), ScreenSize(200, None, False), URL)
+    shown = {line.split()[0]: line for line in lines if line.split()[:1] in (["NODE"], ["drafting"], ["plain"])}
+    assert re.search(r"TOK/S +DRAFTS +PROMPT/S", shown["NODE"])
+    assert re.search(r" 200 +45% ", shown["drafting"])
+    assert re.search(r" 123 +– ", shown["plain"])
 
 
 def test_groups_of_a_cache_are_below_the_nodes_if_a_node_has_several() -> None:

@@ -122,8 +122,8 @@ def _nodes(report: StatusReport, lines_left: int | None) -> list[_Line]:
     if lines_left is not None and 1 + len(nodes) + bool(left_out) > lines_left:
         nodes = nodes[: max(1, lines_left - 2)]
         left_out += len(report.nodes) - len(nodes)
-    head = ("NODE", "ROLE", "STATE", "RUNNING", "WAITING", "KV CACHE", "TOK/S", "PROMPT/S", "STEP", "LINKS", "VERSION")
-    lines = _table([head, *map(_node, nodes)], "lllrrlrrrll")
+    head = ("NODE", "ROLE", "STATE", "RUNNING", "WAITING", "KV CACHE", "TOK/S", "DRAFTS", "PROMPT/S", "STEP")
+    lines = _table([(*head, "LINKS", "VERSION"), *map(_node, nodes)], "lllrrlrrrrll")
     if left_out:
         lines.append((_QUIET, f"{left_out} more"))
     return lines
@@ -139,11 +139,19 @@ def _node(node: NodeStatus) -> tuple[str, ...]:
         str(node.waiting),
         _bar(node.kv_used),
         amount(node.generated_tokens_per_s),
+        _drafts(node),
         amount(node.prompt_tokens_per_s),
         duration(node.step_s or None),
         printable_line(links) or "–",
         printable_line(node.version) or f"protocol {node.protocol}",
     )
+
+
+def _drafts(node: NodeStatus) -> str:
+    """Returns which share of the node's tokens is accepted drafts."""
+    if not node.accepted_drafts_per_s or not node.generated_tokens_per_s:
+        return "–"
+    return f"{node.accepted_drafts_per_s / node.generated_tokens_per_s:.0%}"
 
 
 def _groups(report: StatusReport, lines_left: int | None) -> list[_Line]:

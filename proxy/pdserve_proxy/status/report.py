@@ -81,6 +81,8 @@ class NodeStatus(msgspec.Struct, frozen=True, kw_only=True):
     """How many links of its engine move blocks by each kind of transport."""
     prompt_tokens_per_s: float | None
     generated_tokens_per_s: float | None
+    accepted_drafts_per_s: float = 0.0
+    """Those generated tokens that were guessed ahead."""
 
 
 class Rates(msgspec.Struct, frozen=True, kw_only=True):
@@ -228,6 +230,7 @@ class Reporter:
             links={kind: number for kind, number in msgspec.structs.asdict(load.links).items() if number},
             prompt_tokens_per_s=rates.prompt,
             generated_tokens_per_s=rates.generated,
+            accepted_drafts_per_s=rates.accepted_drafts,
         )
 
     def _rates(self, parts: Iterable[RelayStatus], now: float) -> Rates:

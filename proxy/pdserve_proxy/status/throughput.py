@@ -33,6 +33,8 @@ class TokenRates:
 
     prompt: float | None = None
     generated: float | None = None
+    accepted_drafts: float = 0.0
+    """Those generated tokens that were guessed ahead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +84,7 @@ class Throughput:
         return TokenRates(
             max(0, newest.load.prompt_tokens - before.load.prompt_tokens) / seconds,
             max(0, newest.load.generated_tokens - before.load.generated_tokens) / seconds,
+            max(0, newest.load.accepted_drafts - before.load.accepted_drafts) / seconds,
         )
 
     def total(self) -> TokenRates:

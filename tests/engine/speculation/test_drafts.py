@@ -129,6 +129,8 @@ def test_drafts_change_no_answer(folder: Path, monkeypatch: pytest.MonkeyPatch, 
     counts = stats.scheduler
     assert counts.drafts > 50
     assert sum(stats.accepted_drafts.values()) == counts.accepted_drafts <= counts.drafts
+    load = stats.load
+    assert (load.accepted_drafts, load.generated_tokens) == (counts.accepted_drafts, counts.generated_tokens)
     if share == 0.0:
         # Only what follows an ending is drafted in vain.
         assert counts.accepted_drafts > 0.8 * counts.drafts

@@ -52,6 +52,14 @@ def test_tokens_that_prefill_nodes_give_themselves_count() -> None:
     assert throughput.total() == TokenRates(60.0, 50.0)
 
 
+def test_accepted_drafts_have_a_rate_beside_all_tokens() -> None:
+    throughput = Throughput(10.0, 60.0)
+    for at_s, generated, accepted in ((1.0, 40, 10), (3.0, 100, 40)):
+        load = NodeLoad(running=1, generated_tokens=generated, accepted_drafts=accepted)
+        throughput.note([RegisteredNode(DECODE, load, Reachability.SERVING, at_s)])
+    assert throughput.rates_of(DECODE.boot_id) == TokenRates(0.0, 30.0, 15.0)
+
+
 def test_gaps_are_those_since_the_first_look_of_all_nodes() -> None:
     throughput = Throughput(10.0, 60.0)
     other = node_info("e", Role.DECODE)

@@ -192,7 +192,8 @@ function updateNode(row, node, mayCommand) {
   setGauge(running.firstChild, share, `${whole.format(node.running)} / ${whole.format(node.max_running)}`);
   setGauge(cache.firstChild, node.kv_used, node.kv_used === null ? "–" : `${Math.round(node.kv_used * 100)} %`);
   setText(waiting, whole.format(node.waiting));
-  setText(tokens, amount(node.generated_tokens_per_s));
+  const drafts = node.accepted_drafts_per_s ? ` (${Math.round((100 * node.accepted_drafts_per_s) / node.generated_tokens_per_s)} % drafts)` : "";
+  setText(tokens, amount(node.generated_tokens_per_s) + drafts);
   setText(prompts, amount(node.prompt_tokens_per_s));
   setText(step, node.step_s ? duration(node.step_s) : "–");
   setText(links, Object.entries(node.links).map(([kind, number]) => `${number} ${TRANSPORTS[kind] ?? kind}`).join(", ") || "–");
