@@ -15,9 +15,10 @@ from gguf import GGMLQuantizationType
 from transformers import AutoModelForCausalLM
 
 from pdserve.bench.engine import benchmark
+from pdserve.bench.engine.draft_rows import FakeDrafter
 from pdserve.bench.engine.lent_core_rows import Neighbour, lent_core_rows
 from pdserve.bench.engine.parts import Product, attention_s, products_of
-from pdserve.bench.engine.subject import Shape, Steps, open_subject, write_random_model
+from pdserve.bench.engine.subject import Drafting, Shape, Steps, open_subject, write_random_model
 from pdserve.bench.report import Unit, changes, read_report, to_json
 from pdserve.config import Device, Dtype, ModelConfig, Switch
 from pdserve.config.bench import BenchEngineConfig, EngineBenchConfig
@@ -210,6 +211,44 @@ def test_attention_of_recorded_steps_is_timed_as_a_replay(tiny: Path) -> None:
     # A prefill step is not recorded as a graph.
     assert attention_s(subject, subject.prefill_rows(33), 0.0) > 0
     assert len(graphs.made) == 1
+
+
+DRAFTING = Drafting(requests=(1, 3), rows=(2, 4), context=40, acceptances=(0.0, 0.5, 1.0))
+
+
+def test_steps_with_drafts_have_rows_beside_steps_without() -> None:
+    steps = Steps((1,), (40,), (33,), DRAFTING)
+    config = BenchEngineConfig(engine=SMALL, model=ModelConfig(dtype=Dtype.FP32, device=Device.CPU))
+    found = [
+        row
+        for row in benchmark.random_model_rows(config, "tiny", SHAPE, steps, TorchKernels)
+        if row.what == "step with drafts"
+    ]
+    each = [(requests, rows, accepted) for requests in (1, 3) for rows in (2, 4) for accepted in ("0", "0.5", "1")]
+    assert [(row.at["requests"], row.at["rows of each"], row.at["accepted"]) for row in found] == each
+    assert all(figure.value > 0 for row in found for figure in row.figures)
+    for row in found:
+        most, tokens = int(row.at["rows of each"]), row.figure("tokens a step").value
+        assert tokens == 1 if row.at["accepted"] == "0" else tokens == most if row.at["accepted"] == "1" else True
+        ratios = [row.figure(name).value for name in ("step : without drafts", "TPOT : without drafts")]
+        assert ratios[1] == pytest.approx(ratios[0] / tokens)
+
+
+def test_a_fake_drafter_is_right_as_often_as_asked(tiny: Path) -> None:
+    model = ModelConfig(dtype=Dtype.FP32, device=Device.CPU)
+    subject = open_subject("tiny", tiny, model, 16, Steps((1,), (40,), (33,), DRAFTING), TorchKernels)
+    drafter, steps = FakeDrafter(subject, 3, 4, DRAFTING, 0.5), 400
+    # 1 + 1/2 + 1/4 + 1/8 tokens of each request.
+    assert sum(drafter.accept() for _ in range(steps)) / steps / 3 == pytest.approx(1.875, rel=0.1)
+    rows = drafter.step()
+    assert len(rows) == 12 and all(len(row.token_ids) == 1 for row in rows)
+    for first in range(0, 12, 4):
+        one = rows[first : first + 4]
+        assert [row.start - one[0].start for row in one] == [0, 1, 2, 3]
+        assert one[0].start >= 39 and one[-1].context_len <= DRAFTING.longest
+        assert {tuple(row.block_table) for row in one} == {tuple(one[0].block_table)}
+    # A request's blocks are no other's.
+    assert len({block for row in rows for block in row.block_table}) == sum(len(rows[n].block_table) for n in (0, 4, 8))
 
 
 def cores_of_threads() -> set[frozenset[int]]:

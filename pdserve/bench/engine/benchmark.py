@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from llguidance import LLTokenizer
 
+from pdserve.bench.engine.draft_rows import draft_rows
 from pdserve.bench.engine.host_rows import CONTEXTS, REQUESTS, host_rows
 from pdserve.bench.engine.lent_core_rows import lent_core_rows
 from pdserve.bench.engine.parts import (
@@ -28,7 +29,7 @@ from pdserve.bench.engine.parts import (
     sampling_s,
     seconds_of,
 )
-from pdserve.bench.engine.subject import LLAMA_8B, Shape, Steps, Subject, open_subject, write_random_model
+from pdserve.bench.engine.subject import LLAMA_8B, Drafting, Shape, Steps, Subject, open_subject, write_random_model
 from pdserve.bench.report import Better, Figure, Report, Row, Unit, chip_name, this_machine
 from pdserve.config import Switch
 from pdserve.config.bench import BenchEngineConfig
@@ -41,7 +42,12 @@ from pdserve.wire.sampling_params import Grammar, GrammarKind, SamplingParams
 from pdserve_kernels.contract import Kernels
 
 _LARGE = "8B-shaped"
-_LARGE_STEPS = Steps(batches=(1, 64), contexts=(1024,), chunks=(1024, 8192))
+_LARGE_STEPS = Steps(
+    batches=(1, 64),
+    contexts=(1024,),
+    chunks=(1024, 8192),
+    drafting=Drafting(requests=(1, 16, 64), rows=(2, 4, 8), context=1024, acceptances=(0.0, 0.5, 0.9)),
+)
 _NOTES = (
     "medians; TPOT is a step and the greedy choice of its tokens, without HTTP",
     "plain torch is torch.nn.functional.linear on the same shapes with random weights, a different one in every layer; "
@@ -51,6 +57,7 @@ _NOTES = (
     "experts: the bytes are those of the experts to which random logits send the tokens",
     "copy bandwidth counts bytes read and written; weights + KV are the bytes that a decode step has to read, and "
     "least is the time in which as many are copied",
+    "with drafts: a fake drafter says how many are right; steps have the greedy choice of all rows' tokens",
 )
 
 _LENT_NOTES = (
@@ -142,6 +149,9 @@ def subject_rows(
         yield sampler_row(bench, batch)
         if vocabulary is not None:
             yield grammar_row(bench, batch, steps.contexts[0], vocabulary)
+    if steps.drafting is not None:
+        _say(f"{subject.name}: steps with drafts")
+        yield from draft_rows(subject, hardware, bench.weight_bytes, steps.drafting, budget_s)
     for chunk in steps.chunks:
         _say(f"{subject.name}: prefill of {chunk} tokens")
         yield from prefill_rows(bench, chunk)

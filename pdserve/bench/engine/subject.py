@@ -100,9 +100,46 @@ class Subject:
         """Returns the rows of a complete prompt of ``chunk`` tokens."""
         return [self._row([1] * chunk, 0, range(-(-chunk // self.runner.layout.block_size)), 0)]
 
+    def draft_rows(self, starts: Sequence[int], count: int, longest: int, token: int) -> list[StepRow]:
+        """Returns ``count`` rows of one token each for a request at each of ``starts``, its next token and drafts.
+
+        A request has blocks of its own for ``longest`` tokens, and its rows share them.
+        """
+        blocks = -(-longest // self.runner.layout.block_size)
+        return [
+            self._row([token], start + number, range(i * blocks, (i + 1) * blocks), i)
+            for i, start in enumerate(starts)
+            for number in range(count)
+        ]
+
     def _row(self, token_ids: Sequence[int], start: int, blocks: range, request: int) -> StepRow:
         others = other_tables(self.runner.cache.groups[1:], blocks, request)
         return StepRow(token_ids, start, blocks, True, others=others)
+
+
+_GROWS = 64
+"""The context of a request grows by so many tokens, and more than one step gives, before it begins again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drafting:
+    """The steps with drafts that are timed."""
+
+    requests: Sequence[int]
+    rows: Sequence[int]
+    """The numbers of rows of each request: one of them is for no draft."""
+    context: int
+    acceptances: Sequence[float]
+    """The shares of right drafts among those behind right ones."""
+
+    @property
+    def longest(self) -> int:
+        """The most tokens of a request, with its drafts."""
+        return self.context + max(self.rows) + _GROWS
+
+    @property
+    def most_rows(self) -> int:
+        return max(self.requests) * max(self.rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,16 +149,28 @@ class Steps:
     batches: Sequence[int]
     contexts: Sequence[int]
     chunks: Sequence[int]
+    drafting: Drafting | None = None
 
     @property
     def longest(self) -> int:
-        return max(*self.contexts, *self.chunks)
+        return max(*self.contexts, *self.chunks, self.drafting.longest if self.drafting else 0)
+
+    @property
+    def most_requests(self) -> int:
+        return max(*self.batches, *(self.drafting.requests if self.drafting else ()), 0)
+
+    @property
+    def most_rows(self) -> int:
+        """The most single tokens that a step computes."""
+        return max(*self.batches, self.drafting.most_rows if self.drafting else 0)
 
     def blocks(self, block_size: int) -> int:
         """Returns the number of blocks that the largest step needs."""
+        drafting = self.drafting
         return max(
             max(self.batches) * -(-max(self.contexts) // block_size),
             -(-max(self.chunks) // block_size),
+            max(drafting.requests) * -(-drafting.longest // block_size) if drafting else 0,
         )
 
 
@@ -150,7 +199,7 @@ def open_subject(
         backend.kernels,
         backend.device,
         block_kernels=block_kernels,
-        bounded=bounded_counts(config, steps.blocks(block_size), max(steps.batches)),
+        bounded=bounded_counts(config, steps.blocks(block_size), steps.most_requests),
     )
     # Memory that was never written is one shared page of zeros, and reading it is faster than reading a cache in use.
     for group in runner.cache.attention:
@@ -158,7 +207,7 @@ def open_subject(
     if backend.graph_kernels is None or model.cuda_graphs is Switch.OFF:
         return Subject(name, config, runner, backend.kernels, block_kernels=block_kernels, formats=formats)
     graphs = CudaGraphs()
-    runner.capture_decode(backend.graph_kernels, max(steps.batches), graphs)
+    runner.capture_decode(backend.graph_kernels, steps.most_rows, graphs)
     return Subject(name, config, runner, backend.kernels, graphs)
 
 

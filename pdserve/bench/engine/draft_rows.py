@@ -1,0 +1,96 @@
+"""Times decode steps that check drafts, which are right as often as is asked for."""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator
+
+from pdserve.bench.engine.parts import Hardware, finish
+from pdserve.bench.engine.subject import Drafting, Subject
+from pdserve.bench.report import Better, Figure, Row, Unit
+from pdserve.models.runner import StepRow
+
+_FIRST_STEPS = 3
+_LEAST_STEPS = 8
+_ANY_TOKEN = 1
+
+
+class FakeDrafter:
+    """Drafts for requests, and says how many of a request's drafts are right, whatever the model's tokens are.
+
+    A request begins again at the first context once its blocks are full, so that contexts stay about as long.
+    """
+
+    def __init__(self, subject: Subject, requests: int, rows: int, drafting: Drafting, acceptance: float) -> None:
+        """Each request has ``rows`` in a step, all but one for drafts, right with the chance ``acceptance`` each."""
+        self._subject, self._rows, self._acceptance = subject, rows, acceptance
+        self._first, self._longest = drafting.context - 1, drafting.longest
+        self._starts = [self._first] * requests
+        self._chance = random.Random(requests * rows)  # noqa: S311  # no secret
+
+    def step(self) -> list[StepRow]:
+        """Returns the rows of the next step, those of a request one after the other."""
+        return self._subject.draft_rows(self._starts, self._rows, self._longest, _ANY_TOKEN)
+
+    def accept(self) -> int:
+        """Returns how many tokens the step gives. Each request goes on behind its own."""
+        given = 0
+        for request, start in enumerate(self._starts):
+            tokens = 1
+            while tokens < self._rows and self._chance.random() < self._acceptance:
+                tokens += 1
+            given += tokens
+            start += tokens
+            self._starts[request] = start if start + self._rows <= self._longest else self._first
+        return given
+
+
+def draft_rows(
+    subject: Subject, hardware: Hardware, weight_bytes: Callable[[int], float], drafting: Drafting, budget_s: float
+) -> Iterator[Row]:
+    """Yields a row for each number of requests, of rows and each acceptance, beside steps without drafts.
+
+    ``weight_bytes`` returns those that a step of so many tokens reads. Each measurement takes about ``budget_s``.
+    """
+    for requests in drafting.requests:
+        plain_s, _ = _measured(FakeDrafter(subject, requests, 1, drafting, 0.0), subject, budget_s)
+        # All rows of a request read the same keys and values.
+        kv_bytes = requests * subject.kv_bytes(drafting.context)
+        for rows in drafting.rows:
+            least_s = (weight_bytes(requests * rows) + kv_bytes) / hardware.copy_bytes_per_s
+            for acceptance in drafting.acceptances:
+                drafter = FakeDrafter(subject, requests, rows, drafting, acceptance)
+                step_s, given = _measured(drafter, subject, budget_s)
+                figures = (
+                    Figure("step", step_s * 1e3, Unit.MS, Better.LOWER),
+                    Figure("step : least", step_s / least_s, Unit.RATIO, Better.LOWER),
+                    Figure("step : without drafts", step_s / plain_s, Unit.RATIO, Better.LOWER),
+                    Figure("tokens a step", given / requests, Unit.RATIO, Better.HIGHER),
+                    Figure("TPOT : without drafts", step_s / plain_s * requests / given, Unit.RATIO, Better.LOWER),
+                )
+                at: dict[str, int | str] = {
+                    "model": subject.name,
+                    "requests": requests,
+                    "rows of each": rows,
+                    "context": drafting.context,
+                    "accepted": f"{acceptance:g}",
+                }
+                yield Row("step with drafts", at, figures)
+
+
+def _measured(drafter: FakeDrafter, subject: Subject, budget_s: float) -> tuple[float, float]:
+    """Returns the median time of a step with the choice of its tokens, and the mean number of tokens that it gives."""
+    times, given, total_s = list[float](), 0, 0.0
+    for _ in range(_FIRST_STEPS):
+        subject.runner.run(drafter.step())
+    finish(subject.device)
+    while len(times) < _LEAST_STEPS or total_s < budget_s:
+        began = time.perf_counter()
+        # The list is there when the device has done all of the step.
+        subject.runner.run(drafter.step()).argmax(dim=-1).tolist()
+        times.append(time.perf_counter() - began)
+        total_s += times[-1]
+        given += drafter.accept()
+    return statistics.median(times), given / len(times)
