@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import random
 import statistics
-import time
 from collections.abc import Callable, Iterator
 
-from pdserve.bench.engine.parts import Hardware, finish
+from pdserve.bench.engine.parts import Hardware, seconds_of
 from pdserve.bench.engine.subject import Drafting, Subject
 from pdserve.bench.report import Better, Figure, Row, Unit
 from pdserve.models.runner import StepRow
-
-_FIRST_STEPS = 3
-_LEAST_STEPS = 8
-_ANY_TOKEN = 1
 
 
 class FakeDrafter:
@@ -32,7 +27,7 @@ class FakeDrafter:
 
     def step(self) -> list[StepRow]:
         """Returns the rows of the next step, those of a request one after the other."""
-        return self._subject.draft_rows(self._starts, self._rows, self._longest, _ANY_TOKEN)
+        return self._subject.draft_rows(self._starts, self._rows, self._longest)
 
     def accept(self) -> int:
         """Returns how many tokens the step gives. Each request goes on behind its own."""
@@ -82,15 +77,12 @@ def draft_rows(
 
 def _measured(drafter: FakeDrafter, subject: Subject, budget_s: float) -> tuple[float, float]:
     """Returns the median time of a step with the choice of its tokens, and the mean number of tokens that it gives."""
-    times, given, total_s = list[float](), 0, 0.0
-    for _ in range(_FIRST_STEPS):
-        subject.runner.run(drafter.step())
-    finish(subject.device)
-    while len(times) < _LEAST_STEPS or total_s < budget_s:
-        began = time.perf_counter()
+    given: list[int] = []
+
+    def step() -> None:
         # The list is there when the device has done all of the step.
         subject.runner.run(drafter.step()).argmax(dim=-1).tolist()
-        times.append(time.perf_counter() - began)
-        total_s += times[-1]
-        given += drafter.accept()
-    return statistics.median(times), given / len(times)
+        given.append(drafter.accept())
+
+    seconds = seconds_of(step, subject.device, budget_s)
+    return seconds, statistics.mean(given)

@@ -56,18 +56,17 @@ def seconds_of(call: Callable[[], object], device: torch.device, budget_s: float
     """Returns the median time of ``call`` and its work on ``device`` over at least 3 calls and ``budget_s``."""
     for _ in range(_WARM_UP):
         call()
-    finish(device)
+    _finish(device)
     times: list[float] = []
     while len(times) < _LEAST or sum(times) < budget_s:
         start = time.perf_counter()
         call()
-        finish(device)
+        _finish(device)
         times.append(time.perf_counter() - start)
     return statistics.median(times)
 
 
-def finish(device: torch.device) -> None:
-    """Waits until ``device`` has done its work."""
+def _finish(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

@@ -93,21 +93,20 @@ class Subject:
 
     def decode_rows(self, batch: int, context: int) -> list[StepRow]:
         """Returns one new token for each of ``batch`` requests, as the last of ``context``, in blocks of their own."""
-        blocks = -(-context // self.runner.layout.block_size)
-        return [self._row([1], context - 1, range(i * blocks, (i + 1) * blocks), i) for i in range(batch)]
+        return self.draft_rows([context - 1] * batch, 1, context)
 
     def prefill_rows(self, chunk: int) -> list[StepRow]:
         """Returns the rows of a complete prompt of ``chunk`` tokens."""
         return [self._row([1] * chunk, 0, range(-(-chunk // self.runner.layout.block_size)), 0)]
 
-    def draft_rows(self, starts: Sequence[int], count: int, longest: int, token: int) -> list[StepRow]:
+    def draft_rows(self, starts: Sequence[int], count: int, longest: int) -> list[StepRow]:
         """Returns ``count`` rows of one token each for a request at each of ``starts``, its next token and drafts.
 
         A request has blocks of its own for ``longest`` tokens, and its rows share them.
         """
         blocks = -(-longest // self.runner.layout.block_size)
         return [
-            self._row([token], start + number, range(i * blocks, (i + 1) * blocks), i)
+            self._row([1], start + number, range(i * blocks, (i + 1) * blocks), i)
             for i, start in enumerate(starts)
             for number in range(count)
         ]
