@@ -49,7 +49,8 @@ class Fault(enum.Enum):
 
 ENDING = frozenset({Fault.KILL, Fault.KILL_ENGINE, Fault.STOP_KILL, Fault.DRAIN})
 """Faults that end the process. Old servers are spared these."""
-LOSING = ENDING - {Fault.DRAIN} | {Fault.STOP, Fault.STOP_ENGINE, Fault.STOP_API, Fault.CUT, Fault.CUT_TRANSFERS}
+KILLS = ENDING - {Fault.DRAIN}
+LOSING = KILLS | {Fault.STOP, Fault.STOP_ENGINE, Fault.STOP_API, Fault.CUT, Fault.CUT_TRANSFERS}
 """Faults with which a node can lose requests. In a drain it has to pass them on."""
 CUTS = frozenset({Fault.CUT, Fault.CUT_TRANSFERS})
 """Faults that the kernel makes, for root alone."""

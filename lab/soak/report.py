@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from lab.soak.clients import PATIENCE_S, Cause, Finding, Outcome
-from lab.soak.faults import is_old
+from lab.soak.faults import KILLS, is_old
 from lab.soak.observing import Held, Look
 from lab.soak.run import Rest, Soak
 from pdserve.bench.report import Machine, this_machine
@@ -34,6 +35,10 @@ JUDGED_FROM_MINUTES = 30.0
 """A soak that is at least so long has to have processes that lived long enough to be judged."""
 MAX_FILES = 32
 """Files that the processes of six servers may have in shared memory, or among temporary ones."""
+MAX_TORN_PER_KILL = 0.1
+"""UCX makes a file in shared memory for each worker, and removes its name milliseconds later. A process that is killed
+in between leaves the file. If more kills than one in ten leave one, it is a leak."""
+UCX_FILES = "ucx_shm_posix_"
 MOST_NOT_KEPT = 50
 """Clients that ask again may find that their answers are not kept: so many of them, or one in so many of them."""
 _KEPT_EVERY_S = 30.0
@@ -368,11 +373,15 @@ def _on_growth(soak: Soak) -> Iterator[Line]:
 def _on_what_is_left(soak: Soak) -> Line:
     shared = max((rest.look.shared_files for rest in soak.rests), default=0)
     temporary = max((rest.look.temporary_files for rest in soak.rests), default=0)
-    left = ", ".join(soak.left_at_end[:3]) or "nothing"
+    torn = sum(UCX_FILES in path for path in soak.left_at_end)
+    others = [path for path in soak.left_at_end if UCX_FILES not in path]
+    kills = sum(strike.fault in KILLS for strike in soak.strikes)
+    may_be = math.ceil(MAX_TORN_PER_KILL * kills)
     return Line(
-        not soak.left_at_end and shared <= MAX_FILES and temporary <= MAX_FILES,
+        not others and torn <= may_be and shared <= MAX_FILES and temporary <= MAX_FILES,
         f"at a rest, {shared} files of shared memory and {temporary} temporary ones at most ({MAX_FILES} may be); "
-        f"left behind at the end: {left}",
+        f"left behind at the end: {', '.join(others[:3]) or 'nothing'}, and {torn} files that UCX had just made in a "
+        f"process that was killed ({may_be} may be after {kills} kills)",
     )
 
 

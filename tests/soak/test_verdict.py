@@ -121,6 +121,10 @@ def leave_a_folder(soak: Soak) -> None:
     soak.left_at_end.append("pdserve-x in the temporary folder")
 
 
+def leave_more_files_of_ucx_than_kills_explain(soak: Soak) -> None:
+    soak.left_at_end += [f"/dev/shm/ucx_shm_posix_{number}" for number in range(len(soak.strikes) + 1)]
+
+
 def test_a_run_without_defects_passes() -> None:
     assert [line.text for line in verdict(good()) if not line.ok] == []
 
@@ -143,6 +147,7 @@ def test_a_run_without_defects_passes() -> None:
         break_off,
         leave_shared_memory,
         leave_a_folder,
+        leave_more_files_of_ucx_than_kills_explain,
     ],
 )
 def test_each_defect_fails_one_line_of_the_verdict(defect: Callable[[Soak], None]) -> None:
