@@ -97,16 +97,19 @@ void prepare(const Delta& delta, long head, long of_group, long first, long coun
     }
     const float query_scale = 1.0f / std::sqrt(sum(squares[0]) + 1e-6f) / std::sqrt((float)keys);
     const float key_scale = 1.0f / std::sqrt(sum(squares[1]) + 1e-6f);
-    float both = 0;
-    for (long i = 0; i < keys; i++) {
-      query[i] *= query_scale;
-      key[i] *= key_scale;
-      both += query[i] * key[i];
+    // In vectors by hand: a compiler's code for a plain loop rounds otherwise where the two happen to lie close together.
+    Lanes both{};
+    for (long i = 0; i < keys; i += kLanes) {
+      const long n = keys - i;
+      const Lanes scaled_query = load_part(query + i, n) * query_scale, scaled_key = load_part(key + i, n) * key_scale;
+      store_part(query + i, scaled_query, n);
+      store_part(key + i, scaled_key, n);
+      both += scaled_query * scaled_key;
     }
     const long at = ((first + t) * delta.heads + head) * delta.group + of_group;
     out.factor[t] = std::exp(delta.decay[at]);
     out.beta[t] = delta.beta[at];
-    out.both[t] = both;
+    out.both[t] = sum(both);
   }
 }
 
