@@ -75,6 +75,11 @@ class StateRuns:
     """``[runs]``"""
     single: bool
     """Whether every run has exactly one token."""
+    kept: torch.Tensor | None = None
+    """``[tokens]``: the block in which the state after a token of a run stays as well, or -1. None if none does.
+
+    No run begins with such a block or ends there, no two tokens have the same, and a run's last token has none.
+    """
 
 
 def check_states(states: torch.Tensor, shape: tuple[int, ...]) -> None:

@@ -177,6 +177,11 @@ def scatter_blocks(cache: torch.Tensor, blocks: torch.Tensor, staged: torch.Tens
     cache[blocks] = staged
 
 
+def _kept(runs: StateRuns, tokens: int) -> Sequence[int]:
+    """Returns the block in which the state after each token stays, or -1."""
+    return [-1] * tokens if runs.kept is None else runs.kept.tolist()
+
+
 def causal_conv(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -195,6 +200,7 @@ def causal_conv(
     width, weights = weight.shape[0], weight.float()
     out = torch.zeros_like(x)
     starts, sources, destinations = (each.tolist() for each in (runs.starts, runs.sources, runs.destinations))
+    kept = _kept(runs, len(out))
     for first, end, source, destination in zip(starts, starts[1:], sources, destinations, strict=False):
         if destination < 0:
             continue
@@ -206,6 +212,9 @@ def causal_conv(
         if bias is not None:
             total = total + bias.float()
         out[first:end] = F.silu(total) if silu else total
+        for at in range(first, end):
+            if kept[at] >= 0:
+                state[kept[at]] = seen[at - first + 1 : at - first + width].transpose(0, 1)
         state[destination] = seen[end - first :].transpose(0, 1)
     return out
 
@@ -229,6 +238,7 @@ def gated_delta_rule(
     factor = decay.exp()
     out = qkv.new_zeros(len(qkv), heads, group, value_dim)
     starts, sources, destinations = (each.tolist() for each in (runs.starts, runs.sources, runs.destinations))
+    kept = _kept(runs, len(out))
     for first, end, source, destination in zip(starts, starts[1:], sources, destinations, strict=False):
         if destination < 0:
             continue
@@ -240,6 +250,8 @@ def gated_delta_rule(
             delta = (value[at] - found) * beta[at].unsqueeze(-1)
             matrix = matrix + k * delta.unsqueeze(-2)
             out[at] = (matrix * q).sum(-2)
+            if kept[at] >= 0:
+                state[kept[at]] = matrix
         state[destination] = matrix
     return out
 
@@ -265,6 +277,7 @@ def mamba2_scan(
     x = x.reshape(-1, groups, heads, head_dim)
     factor, out = (steps * rate).exp(), xbc.new_zeros(len(xbc), groups, heads, head_dim)
     starts, sources, destinations = (each.tolist() for each in (runs.starts, runs.sources, runs.destinations))
+    kept = _kept(runs, len(out))
     for first, end, source, destination in zip(starts, starts[1:], sources, destinations, strict=False):
         if destination < 0:
             continue
@@ -273,6 +286,8 @@ def mamba2_scan(
             added = (steps[at].unsqueeze(-1) * x[at]).unsqueeze(-1) * write[at, :, None, None, :]
             matrix = matrix * factor[at, :, :, None, None] + added
             out[at] = (matrix * read[at, :, None, None, :]).sum(-1) + skip.unsqueeze(-1) * x[at]
+            if kept[at] >= 0:
+                state[kept[at]] = matrix
         state[destination] = matrix
     return out
 
@@ -297,6 +312,7 @@ def mamba_scan(
     """
     inputs, out = x.float(), torch.zeros_like(x)
     starts, sources, destinations = (each.tolist() for each in (runs.starts, runs.sources, runs.destinations))
+    kept = _kept(runs, len(out))
     for first, end, source, destination in zip(starts, starts[1:], sources, destinations, strict=False):
         if destination < 0:
             continue
@@ -305,6 +321,8 @@ def mamba_scan(
             step = steps[at].unsqueeze(-1)
             numbers = numbers * (step * rate).exp() + step * inputs[at].unsqueeze(-1) * write[at]
             out[at] = (numbers * read[at]).sum(-1) + skip * inputs[at]
+            if kept[at] >= 0:
+                state[kept[at]] = numbers
         state[destination] = numbers
     return out
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -112,6 +113,32 @@ def test_a_run_of_many_tokens_gives_the_bits_of_single_ones(name: str, compiled:
         source = destination
     assert torch.equal(together, torch.cat(alone))
     assert torch.equal(at_once[0], one_by_one[source])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kernels", ["reference", "compiled"])
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_the_states_after_tokens_within_a_run_stay_where_they_are_wanted(
+    name: str, kernels: str, dtype: torch.dtype, compiled: CompiledKernels
+) -> None:
+    """They are those that runs of one token each leave, and the outputs those without them."""
+    used = reference if kernels == "reference" else compiled
+    compute, keeping = operation(name, used, dtype, LONG)
+    _, one_by_one = operation(name, used, dtype, LONG)
+    places = {0: 1, 3: 2, 15: 3, 16: 5}
+    kept = torch.tensor([places.get(token, -1) for token in range(LONG)], dtype=torch.int32)
+    together = compute(slice(LONG), keeping, replace(runs_of([LONG], [4], [0]), kept=kept))
+    # An operation of torch may round a number otherwise at another place in a tensor.
+    tolerance = 0.0 if used is compiled else 1e-6
+    source = 4
+    for token in range(LONG):
+        alone = compute(slice(token, token + 1), one_by_one, runs_of([1], [source], [0]))
+        torch.testing.assert_close(together[token : token + 1], alone, rtol=tolerance, atol=tolerance)
+        if token in places:
+            torch.testing.assert_close(keeping[places[token]], one_by_one[0], rtol=tolerance, atol=tolerance)
+        source = 0
+    torch.testing.assert_close(keeping[0], one_by_one[0], rtol=tolerance, atol=tolerance)
+    assert torch.equal(keeping[4], one_by_one[4])
 
 
 @pytest.mark.parametrize("name", OPERATIONS)

@@ -147,6 +147,7 @@ def _runs(runs: StateRuns, state: torch.Tensor, tokens: int) -> CRuns:
         starts=runs.starts.data_ptr(),
         sources=runs.sources.data_ptr(),
         destinations=runs.destinations.data_ptr(),
+        kept=None if runs.kept is None else runs.kept.data_ptr(),
         states=state.data_ptr(),
         count=len(runs.sources),
         tokens=tokens,

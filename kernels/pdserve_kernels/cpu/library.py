@@ -89,7 +89,7 @@ class CRuns(ctypes.Structure):
     """The structure ``Runs`` of csrc/states.h."""
 
     _fields_ = (
-        *((name, _POINTER) for name in ("starts", "sources", "destinations", "states")),
+        *((name, _POINTER) for name in ("starts", "sources", "destinations", "kept", "states")),
         *((name, ctypes.c_int64) for name in ("count", "tokens", "block_stride", "head_stride")),
     )
 

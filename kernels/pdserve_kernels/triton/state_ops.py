@@ -37,6 +37,7 @@ def _causal_conv_kernel(
     starts,
     sources,
     destinations,
+    kept,
     block_stride,
     head_stride,
     HEADS: tl.constexpr,
@@ -73,6 +74,14 @@ def _causal_conv_kernel(
         total = tl.where(destination >= 0, total, 0.0)
         to = out + ((first + token) * HEADS + head) * CHANNELS + column
         tl.store(to, total.to(out.dtype.element_ty), mask=valid)
+        if kept is not None:
+            block = tl.load(kept + first + token, mask=token < count, other=-1).to(tl.int64)
+            for tap in tl.static_range(WIDTH - 1):
+                at = token + (tap - WIDTH + 2)
+                held = _seen(
+                    here, before, at, column, valid, source, head * CHANNELS, HEADS * CHANNELS, WIDTH, CHANNELS
+                )
+                tl.store(own + block * block_stride + tap * CHANNELS + column, held, mask=valid & (block >= 0))
     place = tl.arange(0, BLOCK_WIDTH)[:, None].to(tl.int64)
     stored = inside & (place < tl.where(destination >= 0, WIDTH - 1, 0))
     left = _seen(
@@ -118,6 +127,7 @@ def causal_conv(
             runs.starts,
             runs.sources,
             runs.destinations,
+            runs.kept,
             state.stride(0),
             state.stride(1),
             heads,
@@ -141,6 +151,7 @@ def _gated_delta_rule_kernel(
     starts,
     sources,
     destinations,
+    kept,
     block_stride,
     head_stride,
     scale,
@@ -174,6 +185,10 @@ def _gated_delta_rule_kernel(
         matrix += key[:, None] * change[None, :]
         found = tl.where(destination >= 0, tl.sum(matrix * query[:, None], 0), 0.0)
         tl.store(out + scalar * VALUES + column, found.to(out.dtype.element_ty), mask=of_value)
+        if kept is not None:
+            block = tl.load(kept + token).to(tl.int64)
+            wanted = (row < tl.where(block >= 0, KEYS, 0))[:, None] & of_value[None, :]
+            tl.store(own + block * block_stride, matrix, mask=wanted)
     # The state that is written may be the one that was read.
     tl.debug_barrier()
     tl.store(own + destination * block_stride, matrix, mask=stored)
@@ -198,6 +213,7 @@ def gated_delta_rule(
             runs.starts,
             runs.sources,
             runs.destinations,
+            runs.kept,
             state.stride(0),
             state.stride(1),
             keys**-0.5,
@@ -221,6 +237,7 @@ def _scan_kernel(
     starts,
     sources,
     destinations,
+    kept,
     out,
     block_stride,
     group_stride,
@@ -261,6 +278,10 @@ def _scan_kernel(
         found = tl.where(destination >= 0, tl.sum(matrix * read[None, :], 1) + skip_here * x, 0.0)
         target = out + ((token * GROUPS + group) * HEADS + head) * HEAD_DIM + row
         tl.store(target, found.to(out.dtype.element_ty), mask=inside)
+        if kept is not None:
+            block = tl.load(kept + token).to(tl.int64)
+            wanted = (row < tl.where(block >= 0, HEAD_DIM, 0))[:, None] & of_size
+            tl.store(states + block * block_stride + place, matrix, mask=wanted)
     # The state that is written may be the one that was read.
     tl.debug_barrier()
     tl.store(states + destination * block_stride + place, matrix, mask=stored)
@@ -289,6 +310,7 @@ def mamba2_scan(
         runs.starts,
         runs.sources,
         runs.destinations,
+        runs.kept,
         out,
         state.stride(0),
         state.stride(1),
@@ -314,6 +336,7 @@ def _channel_scan_kernel(
     starts,
     sources,
     destinations,
+    kept,
     out,
     block_stride,
     head_stride,
@@ -351,6 +374,10 @@ def _channel_scan_kernel(
         numbers = numbers * tl.exp(step[:, None] * rates) + (step * given)[:, None] * written[None, :]
         found = tl.where(destination >= 0, tl.sum(numbers * looked[None, :], 1) + skipped * given, 0.0)
         tl.store(out + here, found.to(out.dtype.element_ty), mask=inside)
+        if kept is not None:
+            block = tl.load(kept + token).to(tl.int64)
+            wanted = (row < tl.where(block >= 0, CHANNELS, 0))[:, None] & of_size
+            tl.store(states + block * block_stride + place, numbers, mask=wanted)
     # The state that is written may be the one that was read.
     tl.debug_barrier()
     tl.store(states + destination * block_stride + place, numbers, mask=stored)
@@ -383,6 +410,7 @@ def mamba_scan(
         runs.starts,
         runs.sources,
         runs.destinations,
+        runs.kept,
         out,
         state.stride(0),
         state.stride(1),

@@ -10,17 +10,25 @@
 namespace pdserve {
 namespace {
 
-// What a run begins with and where its state goes. A state of block b and head h is at b * block_stride + h * head_stride.
+// What a run begins with and where its state goes.
 struct Ends {
   const float* before;
   float* after;
 };
 
+float* state_at(const Runs& runs, long block, long head) {
+  return (float*)runs.states + block * runs.block_stride + head * runs.head_stride;
+}
+
 Ends ends_of(const Runs& runs, long run, long head) {
-  float* states = (float*)runs.states;
   const long source = runs.sources[run], destination = runs.destinations[run];
-  const auto at = [&](long block) { return states + block * runs.block_stride + head * runs.head_stride; };
-  return {source < 0 ? nullptr : at(source), at(destination)};
+  return {source < 0 ? nullptr : state_at(runs, source, head), state_at(runs, destination, head)};
+}
+
+// Returns where the state after token t of the step goes: it stays there, or is the next token's to update.
+float* state_after(const Runs& runs, const Ends& ends, long t, long head) {
+  const long kept = runs.kept ? runs.kept[t] : -1;
+  return kept < 0 ? ends.after : state_at(runs, kept, head);
 }
 
 // Returns `size` numbers of the state that a run leaves, from `first` on, with what it begins with.
@@ -65,6 +73,9 @@ void convolve(const Runs& runs, const Conv& conv, long run, long head) {
       for (long tap = 1; tap < width; tap++) total = total + seen(t - width + 1 + tap) * load_part(weight(tap) + c, n);
       if (conv.bias) total = total + load_part((const T*)conv.bias + head * channels + c, n);
       store_part(out + ((first + t) * heads + head) * channels + c, conv.silu ? silu(total) : total, n);
+      if (float* const kept = state_after(runs, ends, first + t, head); kept != ends.after) {
+        for (long at = 0; at < width - 1; at++) store_part(kept + at * channels + c, seen(t - width + 2 + at), n);
+      }
     }
     // Source and destination may be the same block, so the oldest token is written first.
     for (long at = 0; at < width - 1; at++) store_part(ends.after + at * channels + c, seen(count - width + 1 + at), n);
@@ -114,16 +125,16 @@ void prepare(const Delta& delta, long head, long of_group, long first, long coun
 }
 
 // Updates n columns, at most `kVectors` vectors of them, by one token; several vectors are whole. Rows are `values`
-// apart. What the query finds after the update is what it finds before, and its part of the update.
+// apart, and those before the token may be elsewhere. What the query finds after the update is what it finds before, and its part of the update.
 template <int kVectors, class T>
-void update_columns(float* columns, long values, long n, const Prepared& of, long t, long keys, const T* value,
-                    T* out) {
+void update_columns(const float* before, float* after, long values, long n, const Prepared& of, long t, long keys,
+                    const T* value, T* out) {
   const long part = kVectors > 1 ? kLanes : n;
   const float *query = of.queries.data() + t * keys, *key = of.keys.data() + t * keys, factor = of.factor[t];
   Lanes by_key[kVectors] = {}, by_query[kVectors] = {}, change[kVectors];
   for (long i = 0; i < keys; i++) {
     for (int v = 0; v < kVectors; v++) {
-      const Lanes x = load_part(columns + i * values + v * kLanes, part);
+      const Lanes x = load_part(before + i * values + v * kLanes, part);
       by_key[v] += x * key[i];
       by_query[v] += x * query[i];
     }
@@ -134,8 +145,8 @@ void update_columns(float* columns, long values, long n, const Prepared& of, lon
   }
   for (long i = 0; i < keys; i++) {
     for (int v = 0; v < kVectors; v++) {
-      float* x = columns + i * values + v * kLanes;
-      store_part(x, load_part(x, part) * factor + change[v] * key[i], part);
+      const long at = i * values + v * kLanes;
+      store_part(after + at, load_part(before + at, part) * factor + change[v] * key[i], part);
     }
   }
 }
@@ -155,7 +166,7 @@ void update(const Runs& runs, const Delta& delta, long run, long head, long of_g
   }
   const Ends ends = ends_of(runs, run, head);
   const long size = keys * values;
-  float* matrix = begun(ends, of_group * size, size);
+  begun(ends, of_group * size, size);
   const auto value = [&](long t) {
     return (const T*)delta.qkv + (t * heads + head) * (2 * keys + group * values) + 2 * keys + of_group * values;
   };
@@ -164,11 +175,15 @@ void update(const Runs& runs, const Delta& delta, long run, long head, long of_g
   for (long begin = first; begin < end; begin += kPrepared) {
     const long count = std::min(kPrepared, end - begin);
     prepare<T>(delta, head, of_group, begin, count, prepared);
+    float* matrices[kPrepared + 1];  // before the first of these tokens, and after each
+    matrices[0] = (begin == first ? ends.after : state_after(runs, ends, begin - 1, head)) + of_group * size;
+    for (long t = 0; t < count; t++) matrices[t + 1] = state_after(runs, ends, begin + t, head) + of_group * size;
     for (long j = 0; j < values;) {
       const bool wide = values - j >= kWide * kLanes;
       for (long t = 0; t < count; t++) {
         const auto update_by = wide ? update_columns<kWide, T> : update_columns<1, T>;
-        update_by(matrix + j, values, values - j, prepared, t, keys, value(begin + t) + j, out(begin + t) + j);
+        update_by(matrices[t] + j, matrices[t + 1] + j, values, values - j, prepared, t, keys, value(begin + t) + j,
+                  out(begin + t) + j);
       }
       j += wide ? kWide * kLanes : kLanes;
     }
@@ -187,26 +202,29 @@ void scan(const Runs& runs, const Scan& scan, long run, long group, long head) {
     return;
   }
   const Ends ends = ends_of(runs, run, group);
-  float* matrix = begun(ends, head * dim * size, dim * size);
+  const long own = head * dim * size;
+  const float* before = begun(ends, own, dim * size);
   const float rate = scan.rate[group * heads + head], skip = scan.skip[group * heads + head];
   for (long t = first; t < end; t++) {
     const T* row = (const T*)scan.xbc + (t * scan.groups + group) * width;
     const T *x = row + head * dim, *write = row + heads * dim, *read = write + size;
     const float step = scan.steps[place(t)], factor = std::exp(step * rate);
     T* to = out(t);
+    float* const after = state_after(runs, ends, t, group) + own;
     for (long i = 0; i < dim; i++) {
       const float input = widen(x[i]), added = step * input;
       Lanes found{};
       for (long j = 0; j < size; j += kLanes) {
         const long n = size - j;
-        float* at = matrix + i * size + j;
-        const Lanes next = load_part(at, n) * factor + load_part(write + j, n) * added;
-        store_part(at, next, n);
+        const long at = i * size + j;
+        const Lanes next = load_part(before + at, n) * factor + load_part(write + j, n) * added;
+        store_part(after + at, next, n);
         found += next * load_part(read + j, n);
       }
       const Lanes result = splat(sum(found) + skip * input);
       store_part(to + i, result, 1);
     }
+    before = after;
   }
 }
 
@@ -224,22 +242,24 @@ void scan_channels(const Runs& runs, const ChannelScan& scan, long run, long hea
     return;
   }
   const Ends ends = ends_of(runs, run, head);
-  float* numbers = begun(ends, from * size, (to - from) * size);
+  begun(ends, from * size, (to - from) * size);
   for (long c = from; c < to; c++) {
     const float* rate = scan.rate + (head * channels + c) * size;
     const float skip = scan.skip[head * channels + c];
+    const float* before = ends.after + c * size;
     for (long t = first; t < end; t++) {
+      float* const after = state_after(runs, ends, t, head) + c * size;
       const float step = scan.steps[place(t) + c], input = widen(((const T*)scan.x)[place(t) + c]);
       const float added = step * input;
       Lanes found{};
       for (long j = 0; j < size; j += kLanes) {
         const long n = size - j;
-        float* at = numbers + (c - from) * size + j;
-        const Lanes kept = load_part(at, n) * exponential(load_part(rate + j, n) * step);
+        const Lanes kept = load_part(before + j, n) * exponential(load_part(rate + j, n) * step);
         const Lanes next = kept + load_part(scan.write + t * size + j, n) * added;
-        store_part(at, next, n);
+        store_part(after + j, next, n);
         found += next * load_part(scan.read + t * size + j, n);
       }
+      before = after;
       store_part(out + place(t) + c, splat(sum(found) + skip * input), 1);
     }
   }

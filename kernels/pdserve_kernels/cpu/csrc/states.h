@@ -9,6 +9,7 @@ struct Runs {
   const int32_t* starts;
   const int32_t* sources;
   const int32_t* destinations;
+  const int32_t* kept;  // of each token of the step, or null
   void* states;
   int64_t count;
   int64_t tokens;
