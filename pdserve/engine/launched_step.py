@@ -207,11 +207,9 @@ def step_rows(work: Work, wants_logits: bool) -> list[StepRow]:
         scored = work.scored_tokens
         places = range(scored.start - 1 - start, scored.stop - 1 - start) if scored else scored
         return [StepRow(request.token_ids[start:end], start, table, wants_logits, places, table.row_tables())]
-    # Each row goes on with the state that the row before it has left.
-    first, others = table.row_tables(), table.row_tables(goes_on=True)
     tokens = [*request.token_ids[start:end], *work.drafts]
     return [
-        StepRow([token], at, table, wants_logits and at >= end - 1, others=first if at == start else others)
+        StepRow([token], at, table, wants_logits and at >= end - 1, others=table.row_tables(at - start))
         for at, token in enumerate(tokens, start)
     ]
 

@@ -225,25 +225,32 @@ def state_runs(
 ) -> StateRuns:
     """Returns the runs of rows of ``lengths`` tokens, whose ``tables`` are the ids (source, destination) of states.
 
-    Rows that go on with the state which the row before them writes, in the same block, are of the same run. Raises
-    ValueError if a row goes on with a state that would not be written, or names a block of another group.
+    Rows that go on with the state which the row before them writes are of the same run. That state stays if they write
+    another block. Raises ValueError if a row names a block of another group, or one of which something else is kept.
     """
-    starts, sources, destinations = [0], list[int](), list[int]()
+    starts, sources, destinations, kept = [0], list[int](), list[int](), dict[int, int]()
     end, single = 0, True
     for length, table in zip(lengths, tables, strict=True):
         source, destination = group.places(table)
-        end += length
+        begin, end = end, end + length
         single = single and length == 1
         if destinations and source == destinations[-1]:
             if destination != source:
-                raise ValueError(f"rows of one request write the states {table[0]} and {table[1]}")
+                kept[source] = begin - 1
+                destinations[-1] = destination
+            if destination in kept or sources[-1] in kept:
+                raise ValueError(f"a row writes the state {table[1]}, where that of an earlier row has to stay")
             starts[-1], single = end, False
             continue
         starts.append(end)
         sources.append(source)
         destinations.append(destination)
-    moved_starts, moved_sources, moved_destinations = to_device([starts, sources, destinations], device)
-    return StateRuns(moved_starts, moved_sources, moved_destinations, single)
+    places = [-1] * (end if kept else 0)
+    for block, token in kept.items():
+        places[token] = block
+    parts = to_device([starts, sources, destinations, places], device)
+    moved_starts, moved_sources, moved_destinations, moved_places = parts
+    return StateRuns(moved_starts, moved_sources, moved_destinations, single, moved_places if kept else None)
 
 
 @dataclass(frozen=True, slots=True)

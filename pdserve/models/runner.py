@@ -12,7 +12,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
@@ -60,7 +60,8 @@ class StepRow(msgspec.Struct, frozen=True):
     """The tables of the groups of the cache behind the first one.
 
     Of a group with a window, ids by the number of the block, -1 for a block that the tokens do not see. Of a group of
-    states, the id of the state to begin with, -1 if the request has none yet, and that of the state to write.
+    states, the id of the state to begin with, -1 if the request has none yet, and that of the state to write. A row
+    that begins with what the row before it writes, and writes another block, leaves that state as it is.
     """
 
     @property
@@ -215,7 +216,7 @@ class DecodeGraphs:
         bucket = bucket_for(len(rows), self._buckets)
         if bucket is None or any(len(row.token_ids) != 1 for row in rows):
             return None
-        if self._states and len({row.table(self._states[0].number)[1] for row in rows}) < len(rows):
+        if self._states and _go_on([row.table(self._states[0].number) for row in rows]):
             # Rows of one request, which go on with the state of each other, are not computed beside each other.
             return None
         self._fill(rows, bucket)
@@ -244,6 +245,11 @@ class DecodeGraphs:
         parts = padded_parts(rows, bucket, self._attention, self._states)
         host = packed(parts, self._starts, self._buffer.device)
         self._buffer[: len(host)].copy_(host, non_blocking=True)
+
+
+def _go_on(tables: Sequence[Sequence[int]]) -> bool:
+    """Returns whether a row begins with the state that the row before it writes."""
+    return any(before[1] == after[0] for before, after in pairwise(tables))
 
 
 def padded_parts(

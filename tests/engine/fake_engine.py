@@ -279,7 +279,9 @@ class FakeEngine:
         written = list(request.block_table[start // BLOCK_SIZE : -(-end // BLOCK_SIZE)])
         for held in request.block_table.others:
             written += (
-                [held.next] if isinstance(held, StateTable) else held[start // BLOCK_SIZE : -(-end // BLOCK_SIZE)]
+                [held.next, *held.drafted]
+                if isinstance(held, StateTable)
+                else held[start // BLOCK_SIZE : -(-end // BLOCK_SIZE)]
             )
         for block in written:
             assert self.blocks.num_holders(block) == 1, "a step writes to a shared block"

@@ -136,7 +136,22 @@ def test_rows_of_one_request_are_one_run() -> None:
     assert state_runs([1, 1], [(10, 12), (-1, 13)], STATES, CPU).single
 
 
-@pytest.mark.parametrize("tables", [[(10, 12), (12, 13)], [(9, 12)], [(10, 18)], [(10, -1)]])
+def test_a_row_that_writes_another_block_than_the_one_before_it_leaves_that_state() -> None:
+    runs = state_runs([1, 1, 1, 1, 1], [(10, 12), (12, 13), (13, 14), (15, 16), (17, 11)], STATES, CPU)
+    assert runs.starts.tolist() == [0, 3, 4, 5]
+    assert (runs.sources.tolist(), runs.destinations.tolist()) == ([0, 5, 7], [4, 6, 1])
+    assert runs.kept is not None
+    assert runs.kept.tolist() == [2, 3, -1, -1, -1]
+    assert not runs.single
+    replayed_first = state_runs([1, 1, 2], [(-1, 12), (12, 12), (12, 13)], STATES, CPU)
+    assert replayed_first.kept is not None
+    assert replayed_first.kept.tolist() == [-1, 2, -1, -1]
+    assert state_runs([1, 1], [(10, 12), (12, 12)], STATES, CPU).kept is None
+
+
+@pytest.mark.parametrize(
+    "tables", [[(12, 12), (12, 13)], [(10, 12), (12, 13), (13, 12)], [(9, 12)], [(10, 18)], [(10, -1)]]
+)
 def test_rows_whose_states_cannot_be_are_errors(tables: list[tuple[int, int]]) -> None:
     with pytest.raises(ValueError, match="state"):
         state_runs([1] * len(tables), tables, STATES, CPU)

@@ -106,18 +106,18 @@ MUTANTS = (
     Mutant(
         "a state after wrong drafts is gone on with",
         70_000,
-        "pdserve.engine.scheduling.batch_plan.Work",
-        "num_final_tokens",
-        "if self.drafts and keeps_states:",
-        "if False:",
+        f"{KV_CACHE}.block_manager.BlockManager",
+        "next_states",
+        "held.drafted.pop(0)",
+        "held.drafted.pop()",
     ),
     Mutant(
         "a state stays that of the step before",
         60_001,
         f"{KV_CACHE}.block_manager.BlockManager",
         "next_states",
-        "held.present, held.next = held.next, NONE",
-        "self._drop(held.next); held.next = NONE",
+        "held.present, held.next = written, NONE",
+        "self._drop(written); held.next = NONE",
     ),
     Mutant(
         "a window's block is given back while the next token sees it",
@@ -146,9 +146,9 @@ MUTANTS = (
     Mutant(
         "tokens that are replayed begin with the same state",
         60_014,
-        f"{KV_CACHE}.block_table.BlockTable",
-        "row_tables",
-        "held.next if goes_on else held.present",
+        f"{KV_CACHE}.block_table",
+        "_states_of",
+        "left[min(number, len(left)) - 1]",
         "held.present",
     ),
     Mutant(

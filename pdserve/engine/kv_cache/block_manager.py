@@ -222,7 +222,7 @@ class BlockManager:
         for table, computed in contexts:
             held = table.others[group - 1] if table.others else StateTable()
             if isinstance(held, StateTable):
-                own.update((held.present, held.next))
+                own.update((held.present, held.next, *held.drafted))
             else:
                 # Blocks before the window were given back.
                 own.update(held[pool.spec.needed(computed, self.block_size).start :])
@@ -257,13 +257,42 @@ class BlockManager:
                 self._drop(held[number])
                 held[number] = NONE
 
-    def next_states(self, table: BlockTable) -> None:
-        """Makes the states that a step has written those that the next step begins with."""
+    def take_for_drafts(self, table: BlockTable, drafts: int) -> int:
+        """Takes blocks for the states after so many drafts of the next step; returns for how many drafts there are.
+
+        A part of each pool is left to states that others find in the prefix cache: what drafts save is little beside
+        a prompt that is computed again. ``drop_drafts`` gives back what is left after the step.
+        """
+        states = [(pool, held) for pool, held in self._bounded_of(table) if isinstance(held, StateTable)]
+        for pool, _ in states:
+            drafts = min(drafts, pool.num_free - len(pool.ids) // LEFT_BY_DRAFTS)
+        for pool, held in states:
+            held.drafted += [self._take(pool) for _ in range(drafts)]
+        return max(0, drafts)
+
+    def drop_drafts(self, table: BlockTable) -> None:
+        """Frees the states after drafts that were not accepted."""
         for _, held in self._bounded_of(table):
-            if isinstance(held, StateTable) and held.next != NONE:
-                if held.present != NONE:
-                    self._drop(held.present)
-                held.present, held.next = held.next, NONE
+            if isinstance(held, StateTable):
+                for block in held.drafted:
+                    self._drop(block)
+                held.drafted = []
+
+    def next_states(self, table: BlockTable) -> None:
+        """Makes the states that a step has written those that the next step begins with.
+
+        After a step with drafts these are the states before the first of them, and after each further call those after
+        one more draft.
+        """
+        for _, held in self._bounded_of(table):
+            if not isinstance(held, StateTable):
+                continue
+            if held.next == NONE and not held.drafted:
+                raise EngineError("a context goes on with a state that no step has written")
+            if held.present != NONE:
+                self._drop(held.present)
+            written = held.next if held.next != NONE else held.drafted.pop(0)
+            held.present, held.next = written, NONE
 
     def _open(self, table: BlockTable) -> None:
         """Gives a table a place for each group."""
@@ -587,6 +616,8 @@ MOST_PASSING = 2
 """So many states of each context can be found beside those that are kept, which stand far apart: the next turn of a
 conversation begins behind the last one, and so does another node that goes on with the answer. While it asks, the
 answer may get a block further."""
+LEFT_BY_DRAFTS = 4
+"""Drafts leave this part of the states, the inverse of a share, free or to the prefix cache."""
 STATES_ONLY_SPACING = 16
 """The spacing of kept states where the blocks of group 0 have no bytes."""
 

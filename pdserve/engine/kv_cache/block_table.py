@@ -37,6 +37,8 @@ class StateTable:
     """The state after all computed tokens."""
     next: int = NONE
     """The block that the next state is written to: by a step, or by a transfer."""
+    drafted: list[int] = field(default_factory=list)
+    """The blocks that the states after a step's drafts are written to. Between steps there are none."""
     checkpoint: int = 0
     """The number of blocks after which the last state stands that the prefix cache keeps."""
     passing: list[PassingState] = field(default_factory=list)
@@ -106,11 +108,14 @@ class BlockTable(list[int]):
     def bounded_blocks(self) -> Iterator[int]:
         """Yields the blocks of the groups behind group 0, the last one of each first."""
         for held in self.others:
-            blocks = (held.next, held.present) if isinstance(held, StateTable) else reversed(held)
+            blocks = (*held.drafted, held.next, held.present) if isinstance(held, StateTable) else reversed(held)
             yield from (block for block in blocks if block != NONE)
 
     def num_bounded(self) -> list[int]:
-        """Returns the number of blocks in each group behind group 0; an empty list if there are none in any."""
+        """Returns the number of blocks in each group behind group 0 between steps.
+
+        The list is empty if there are none in any.
+        """
         return [
             (held.next != NONE) + (held.present != NONE)
             if isinstance(held, StateTable)
@@ -123,14 +128,15 @@ class BlockTable(list[int]):
         yield from self
         yield from self.bounded_blocks()
 
-    def row_tables(self, goes_on: bool = False) -> tuple[Sequence[int], ...]:
-        """Returns what ``StepRow.others`` is in the next step, or of a row there that ``goes_on`` with another one."""
+    def row_tables(self, number: int = 0) -> tuple[Sequence[int], ...]:
+        """Returns what ``StepRow.others`` is of the context's row with this number in the next step.
+
+        A row goes on with the state that the row before it leaves: in the same block, which only the last of them
+        keeps, or, of drafts, in one of its own.
+        """
         if not self.others:
             return ()
-        return tuple(
-            (held.next if goes_on else held.present, held.next) if isinstance(held, StateTable) else held
-            for held in self.others
-        )
+        return tuple(_states_of(held, number) if isinstance(held, StateTable) else held for held in self.others)
 
     def blocks_of(self, moved: Sequence[GroupBlock]) -> tuple[int, ...]:
         """Returns the ids of these blocks. That of a state is the one to be written, or else the present one."""
@@ -143,3 +149,11 @@ class BlockTable(list[int]):
         if isinstance(held, StateTable):
             return held.next if held.next != NONE else held.present
         return held[block.number]
+
+
+def _states_of(held: StateTable, number: int) -> tuple[int, int]:
+    """Returns the state that a row begins with, and the one that it leaves."""
+    if not number:
+        return held.present, held.next
+    left = (held.next, *held.drafted)
+    return left[min(number, len(left)) - 1], left[min(number, len(left) - 1)]

@@ -155,6 +155,17 @@ class BlockTables:
             request.block_table, computed, tokens
         )
 
+    def reserve_drafts(self, request: Request, drafts: int) -> int:
+        """Takes blocks for the states after so many drafts of a step, if the model keeps states.
+
+        Returns for how many drafts there are blocks.
+        """
+        return self._pool.take_for_drafts(request.block_table, drafts) if self._pool.keeps_states else drafts
+
+    def drop_drafts(self, request: Request) -> None:
+        """Gives back the states after drafts that were not accepted."""
+        self._pool.drop_drafts(request.block_table)
+
     def reserve_landing(self, request: Request, tokens: int) -> bool:
         """Takes the blocks behind group 0 that a transfer of the first ``tokens`` tokens brings: those that the next
         token needs.

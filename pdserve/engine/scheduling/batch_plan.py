@@ -54,17 +54,12 @@ class Work(msgspec.Struct, frozen=True):
         """Whether the work is several tokens of a prompt, which are one row."""
         return self.num_tokens > 1 and not self.replays
 
-    def num_final_tokens(self, *, waits: bool, keeps_states: bool = False) -> int:
-        """Returns how many of the tokens are computed for good, if a sampled request ``waits`` for its token or not.
+    def num_final_tokens(self, *, keeps_states: bool) -> int:
+        """Returns how many of the tokens are computed for good if a sampled request waits for its token.
 
-        If it waits, the last token is computed once more, in the same way: a chunk again as a chunk. So are all of
-        these tokens if the model ``keeps_states``: the state before them is there, and none in between. Until drafts
-        are accepted, there is none behind the token before them.
+        The last token is then computed once more, in the same way: a chunk again as a chunk. So are all of these tokens
+        if the model ``keeps_states``: the state before them is there, and none in between.
         """
-        if self.drafts and keeps_states:
-            return 0
-        if not waits:
-            return self.num_tokens
         return 0 if self.is_chunk or keeps_states else self.num_tokens - 1
 
     @property

@@ -276,8 +276,8 @@ class Scheduler:
             if not faulty:
                 # Otherwise no block is given back, or found again, before all of them are cleared.
                 final = work.num_tokens
-                if awaited or work.drafts:
-                    final = work.num_final_tokens(waits=bool(awaited), keeps_states=self._blocks.keeps_states)
+                if awaited:
+                    final = work.num_final_tokens(keeps_states=self._blocks.keeps_states)
                 self._blocks.computed(request, request.num_computed_tokens + final)
             if work.drafts and drafted is not None and not faulty:
                 failed += self._take_with_drafts(work, taken[0][1], drafted, now)
@@ -298,7 +298,6 @@ class Scheduler:
     def _take_with_drafts(self, work: Work, token: SampledToken | None, drafted: Drafted, now: float) -> list[Request]:
         """Takes a request's token, and those after its drafts as far as the drafts are what plain decoding gives.
 
-        Where states are kept, none stands behind a part of the drafts: then the accepted tokens are computed again.
         Returns the request if it cannot go on.
         """
         request, before, drafts = work.request, len(work.request.token_ids), work.drafts
@@ -311,13 +310,13 @@ class Scheduler:
         while token is not None:
             if number:
                 self._count_accepted(request, number)
-                if number == len(drafts) or not self._blocks.keeps_states:
-                    self._blocks.computed(request, before + number)
+                self._blocks.computed(request, before + number)
             self.accept_token(request, token, now)
             if request.ended or number == len(drafts) or token.token_id != drafts[number]:
                 break
             number += 1
             token = drafted.after(request, number)
+        self._blocks.drop_drafts(request)
         if token is None and not request.awaits_mask:
             return [request]
         if not finite and not request.ended:

@@ -115,6 +115,8 @@ class Speculation:
             request = work.request
             count = self._with_blocks(request, count, len(plan.work))
             if count:
+                count = self._blocks.reserve_drafts(request, count)
+            if count:
                 self._pays = True
                 plan.work[each.place] = msgspec.structs.replace(work, drafts=tuple(each.tokens[:count]))
                 budget.spend_rows(count, count * len(request.token_ids))
@@ -212,11 +214,7 @@ class Speculation:
         """Returns how many drafts of a request a step may check at most."""
         length = len(request.token_ids)
         # With the last draft right, one more token follows.
-        count = min(self._most_drafts, self._stop.most_tokens(request) - length - 1)
-        if self._blocks.keeps_states:
-            # A step that passed over the end of a block would leave no state there for the prefix cache.
-            count = min(count, -length % self._blocks.block_size)
-        return count
+        return min(self._most_drafts, self._stop.most_tokens(request) - length - 1)
 
     def _guess(self, plan: BatchPlan, place: int) -> _Guessed | None:
         work = plan.work[place]
@@ -267,9 +265,7 @@ class Speculation:
     def _row_s(self, context: int) -> float:
         """Returns what a draft with such a context adds to a step."""
         cost = self._step_cost
-        row_s = cost.estimate_s(2, 2 * context, 0) - cost.estimate_s(1, context, 0)
-        # Where states are kept, the drafts before a wrong one are computed once more.
-        return 2 * row_s if self._blocks.keeps_states else row_s
+        return cost.estimate_s(2, 2 * context, 0) - cost.estimate_s(1, context, 0)
 
     def _counts(self, guessed: Sequence[_Guessed], plan: BatchPlan, budget: StepBudget) -> list[int]:
         """Returns how many drafts pay of each."""

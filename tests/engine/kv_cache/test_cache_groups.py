@@ -121,7 +121,7 @@ def test_a_step_writes_a_fresh_block_and_the_state_before_goes_when_its_tokens_a
     assert tables.reserve(request, 10)
     ((source, second),) = request.block_table.row_tables()
     assert source == first != second
-    assert request.block_table.row_tables(goes_on=True) == ((second, second),)
+    assert request.block_table.row_tables(1) == request.block_table.row_tables(2) == ((second, second),)
     tables.computed(request, 10)
     assert blocks.pools[1].num_free == 15
     blocks.free(request.block_table)
@@ -348,6 +348,30 @@ class GroupLife(RuleBasedStateMachine):
         self.model.run(known, start, known[start : start + tokens], table, salt, table.row_tables())
         self.tables.computed(request, start if refused else start + tokens)
 
+    @rule(data=st.data(), drafts=st.lists(st.sampled_from((30, 31)), max_size=6))
+    def step_with_drafts(self, data: st.DataObject, drafts: list[int]) -> None:
+        """Computes an answer's last token and drafts, of which some are accepted, and maybe not even the token."""
+        request = self.pick(data)
+        if request is None or not request.prompt_is_computed or request.num_uncomputed_tokens > 1:
+            return
+        self.copies()
+        if request.num_uncomputed_tokens == 0:
+            request.token_ids.append(30)
+        start, table, salt = request.num_computed_tokens, request.block_table, request.terms.prompt.cache_salt
+        if not self.tables.reserve(request, start + 1 + len(drafts)):
+            return
+        drafts = drafts[: self.tables.reserve_drafts(request, len(drafts))]
+        known = [*request.token_ids, *drafts]
+        for number in range(1 + len(drafts)):
+            at = start + number
+            self.model.run(known, at, known[at : at + 1], table, salt, table.row_tables(number))
+        accepted = data.draw(st.integers(-1, len(drafts)))
+        for number in range(1 + accepted):
+            if number:
+                request.token_ids.append(drafts[number - 1])
+            self.tables.computed(request, start + number + 1)
+        self.tables.drop_drafts(request)
+
     @rule(data=st.data(), landed=st.booleans())
     def transfer(self, data: st.DataObject, landed: bool) -> None:
         """Brings a prompt, its first blocks, or nothing: then something may still write to a part of the blocks."""
@@ -432,6 +456,7 @@ class GroupLife(RuleBasedStateMachine):
         for request in self.live:
             for spec, table in zip(self.blocks.bounded, request.block_table.others, strict=False):
                 if isinstance(table, StateTable):
+                    assert not table.drafted
                     assert (table.present != NONE) == (request.num_computed_tokens > 0)
                     continue
                 needed = spec.needed(request.num_computed_tokens, BLOCK_SIZE)

@@ -26,7 +26,7 @@ from pdserve.wire.engine import EngineStats
 from pdserve.wire.sampling_params import SamplingParams
 from pdserve_kernels.cpu.compiled_kernels import CompiledKernels, CompiledLinear
 from pdserve_kernels.cpu.torch_kernels import TorchKernels
-from tests.engine.test_replay import FEATURES, make_runner
+from tests.engine.test_replay import FEATURES
 from tests.engine.test_step_loop import BLOCK_SIZE, MAX_LEN, Answer, engine, prompt
 from tests.models.tiny_families import save_tiny
 from tests.tiny_models import save_tiny_model
@@ -186,15 +186,33 @@ def test_a_wrong_draft_that_is_not_finite_leaves_nothing_behind(folder: Path, mo
     assert stats.scheduler.preemptions > 0
 
 
-@pytest.mark.parametrize("dtype", [Dtype.FP32, Dtype.BF16])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("llama", Dtype.FP32),
+        ("llama", Dtype.BF16),
+        ("lfm2", Dtype.FP32),
+        ("qwen3-5", Dtype.BF16),
+        ("falcon-h1", Dtype.BF16),
+        ("jamba-dense", Dtype.BF16),
+        ("lfm2", Dtype.BF16),
+    ],
+)
 def test_with_the_compiled_kernels_the_answers_are_bitwise_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: Dtype
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, dtype: Dtype
 ) -> None:
+    """Also where the states after a delta net, a Mamba of either kind or a short convolution are accepted.
+
+    Around the kernels of the first three, torch computes the last numbers of a small tensor otherwise than the others.
+    So in fp32 their last bits depend on the rows beside them, with drafts and without. Rounding to bf16 hides that.
+    """
     compiled = CompiledKernels(cache_folder(os.environ))
     if not isinstance(compiled.linear(torch.zeros(32, 32)), CompiledLinear):
         pytest.skip("this CPU has no AVX2")
-    folder, asked = save_tiny_model("llama", tmp_path), asked_together()
-    runner = make_runner(folder, dtype, compiled)
+    folder = save_tiny_model(name, tmp_path) if name == "llama" else save_tiny(name, tmp_path)
+    config, asked = read_decoder_config(folder), asked_together()
+    bounded = [200] * (len(layer_groups(config).groups) - 1)
+    runner = ModelRunner(folder, config, dtype, BLOCK_SIZE, 200, MAX_LEN, compiled, bounded=bounded)
     plain, _ = answered(folder, asked, OFF, runner=runner, num_blocks=200)
     force(monkeypatch, texts(asked, plain), share=0.2)
     got, stats = answered(folder, asked, ON, runner=runner, num_blocks=200)

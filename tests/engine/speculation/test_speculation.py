@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import pytest
 
 from pdserve.config import Batching, SchedulerConfig, Speculate
+from pdserve.engine.kv_cache.block_manager import MOST_PASSING
+from pdserve.engine.kv_cache.block_table import StateTable
 from pdserve.engine.placement.step_cost import StepCost, StepParts
 from pdserve.engine.request import Request
 from pdserve.engine.scheduling.batch_plan import REPLAY_ROWS, BatchPlan
@@ -23,6 +25,7 @@ from tests.engine.scheduling.test_scheduler import BLOCK_SIZE, EOS, Bench, expec
 
 MOST = SchedulerConfig().draft_tokens
 STEP_S, ROW_S = 0.010, 0.001
+STATES = groups_of([(Keep.LATEST, 0, 32)], 32)
 
 
 def parts(step_s: float = STEP_S, row_s: float = ROW_S) -> StepParts:
@@ -39,11 +42,11 @@ def parts(step_s: float = STEP_S, row_s: float = ROW_S) -> StepParts:
 
 
 class Guessing(OwnText):
-    """Guesses what ``Bench`` answers, and something else if it ``errs``."""
+    """Guesses what ``Bench`` answers, and something else behind the first ``right`` tokens."""
 
-    def __init__(self, rate: float, errs: bool) -> None:
+    def __init__(self, rate: float, right: int) -> None:
         super().__init__(Rates(FIRST_RATES), PromptText(0))
-        self.matched, self._rate, self._errs = 16, rate, errs
+        self.matched, self._rate, self._right = 16, rate, right
 
     def read(self, tokens: Sequence[int], num_prompt_tokens: int, most: int) -> int:
         return 0
@@ -52,7 +55,7 @@ class Guessing(OwnText):
         return self._rate
 
     def guesses(self, tokens: Sequence[int], count: int) -> list[int]:
-        return [(9 if self._errs else 10) + len(tokens) + number for number in range(count)]
+        return [(10 if number < self._right else 9) + len(tokens) + number for number in range(count)]
 
 
 class After:
@@ -71,7 +74,7 @@ class Drafting(Bench):
     def __init__(
         self,
         rate: float = 0.95,
-        errs: bool = False,
+        right: int = MOST,
         cost: StepParts | None = None,
         target_itl_ms: float = 0.0,
         scheduler: SchedulerConfig | None = None,
@@ -80,7 +83,7 @@ class Drafting(Bench):
         step_cost = StepCost.of(cost or parts(), 32)
         placement = make_placement(BLOCK_SIZE, step_cost=step_cost, target_itl_ms=target_itl_ms, role=Role.DECODE)
         super().__init__(placement=placement, **more)  # type: ignore[arg-type]
-        self._rate, self._errs = rate, errs
+        self._rate, self._right = rate, right
         if scheduler is not None:
             stop = StopRule(frozenset({EOS}), 64)
             self.scheduler.speculation = Speculation(
@@ -89,7 +92,7 @@ class Drafting(Bench):
 
     def step(self) -> BatchPlan:
         for request in self.scheduler.live():
-            request.own_text = request.own_text or Guessing(self._rate, self._errs)
+            request.own_text = request.own_text or Guessing(self._rate, self._right)
         self.now += 1
         plan = self.scheduler.schedule(self.now)
         tokens = [SampledToken(10 + len(request.token_ids)) for request in plan.sampled_requests]
@@ -111,19 +114,21 @@ def started(bench: Drafting, *, requests: int = 1, prompt: int = 5, max_tokens: 
     return bench
 
 
-@pytest.mark.parametrize("errs", [False, True], ids=["right", "wrong"])
+@pytest.mark.parametrize("right", [0, 1, 3, MOST], ids=["none is right", "the first", "three", "all"])
 @pytest.mark.parametrize("groups", [(), (Keep.WINDOW,), (Keep.LATEST,)], ids=["whole", "window", "state"])
-def test_an_answer_is_the_same_in_fewer_steps_if_drafts_are_right(errs: bool, groups: tuple[Keep, ...]) -> None:
-    specs = groups_of([(keep, 6, 16) for keep in groups], 64) if groups else ()
-    bench = Drafting(errs=errs, num_blocks=64, groups=specs)
+def test_an_answer_is_the_same_in_fewer_steps_if_drafts_are_right(right: int, groups: tuple[Keep, ...]) -> None:
+    """Nothing is computed again: each step after the prompt's gives the tokens of its right drafts and one more."""
+    specs = groups_of([(keep, 6, 32) for keep in groups], 64) if groups else ()
+    bench = Drafting(right=right, num_blocks=64, groups=specs)
     bench.add(1, prompt=5, max_tokens=33)
     steps = 0
-    while bench.step().work:
+    while (plan := bench.step()).work:
         steps += 1
+        assert [work.num_tokens for work in plan.work] == [5 if steps == 1 else 1]
     assert bench.outputs == {1: expected(5, 33)}
-    assert steps == 33 if errs else steps < 18
+    assert steps == 1 + 32 // (1 + right)
     counts = bench.scheduler.counters
-    assert counts.accepted_drafts == (0 if errs else 33 - steps)
+    assert counts.accepted_drafts == 33 - steps
     assert counts.drafts > 20
     assert all(pool.num_free == len(pool.ids) for pool in bench.blocks.pools)
 
@@ -170,12 +175,49 @@ def test_nothing_is_drafted_behind_the_last_token(left: int) -> None:
     assert started(Drafting(max_len=5 + 1 + left)).drafted() == [left - 1]
 
 
-def test_where_states_are_kept_no_step_passes_over_the_end_of_a_block() -> None:
-    bench = started(Drafting(groups=groups_of([(Keep.LATEST, 0, 8)], 32)), prompt=5)
+@pytest.mark.parametrize("right", [2, MOST])
+def test_a_step_that_passes_over_ends_of_blocks_leaves_the_states_there_to_be_found(right: int) -> None:
+    found = []
+    for bench in (Drafting(right=right, groups=STATES), Bench(groups=STATES)):
+        request = bench.add(1, prompt=5, max_tokens=33)
+        bench.run()
+        cache = bench.blocks.pools[1].cache
+        found.append([cache.block_of(block_hash) is not None for block_hash in request.block_hashes])
+    assert found[0] == found[1]
+    assert sum(found[0]) == MOST_PASSING
+
+
+def test_without_free_blocks_for_states_there_are_fewer_drafts_and_nobody_is_preempted() -> None:
+    """A quarter of the states is left, and two of them are each request's own."""
+
+    def drafted(states: int, requests: int = 1) -> list[int]:
+        bench = started(Drafting(num_blocks=64, groups=groups_of([(Keep.LATEST, 0, states)], 64)), requests=requests)
+        counts = bench.drafted()
+        bench.run()
+        assert not bench.scheduler.counters.preemptions
+        assert bench.outputs == {number: expected(5, 40) for number in range(requests)}
+        assert all(pool.num_free == len(pool.ids) for pool in bench.blocks.pools)
+        return counts
+
+    assert [drafted(states) for states in (16, 8, 4, 3)] == [[MOST], [4], [1], [1]]
+    assert drafted(12, requests=2) == [5, 0]
+
+
+@pytest.mark.parametrize("preempted", [True, False])
+def test_a_request_that_leaves_while_its_drafts_are_checked_leaves_no_block(preempted: bool) -> None:
+    bench = started(Drafting(right=2, groups=STATES))
     (request,) = bench.scheduler.live()
-    for _ in range(6):
-        length = len(request.token_ids)
-        assert bench.drafted() == [-length % BLOCK_SIZE]
+    request.own_text = Guessing(0.95, 2)
+    plan = bench.scheduler.schedule(bench.now)
+    assert plan.work[0].drafts
+    held = request.block_table.others[0]
+    assert isinstance(held, StateTable)
+    assert len(held.drafted) == len(plan.work[0].drafts)
+    if preempted:
+        bench.scheduler._preempt(request)
+    else:
+        bench.scheduler.abort(request)
+    assert all(pool.num_free == len(pool.ids) for pool in bench.blocks.pools)
 
 
 def test_without_a_free_block_drafts_fill_the_last_ones_and_nobody_is_preempted() -> None:
