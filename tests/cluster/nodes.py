@@ -274,11 +274,17 @@ def one_core(index: int) -> tuple[str, str]:
 
 @contextmanager
 def start_node(
-    role: str, name: str, model: Path | str, cluster: Cluster, *flags: str, prefix: Sequence[str] = ()
+    role: str,
+    name: str,
+    model: Path | str,
+    cluster: Cluster,
+    *flags: str,
+    prefix: Sequence[str] = (),
+    module: str = "",
 ) -> Iterator[Process]:
     """Starts a further node of a running cluster. By default, it has every prompt prefilled remotely."""
     defaults = {"--kv-cache-mib": "256", "--disaggregation": "always"}
     more = [word for flag, value in defaults.items() if flag not in flags for word in (flag, value)]
     of_cluster = ["--model", str(model), "--served-model-name", MODEL, "--proxy", cluster.control]
-    with command(role, "--name", name, *of_cluster, *more, *flags, prefix=prefix) as process:
+    with command(role, "--name", name, *of_cluster, *more, *flags, prefix=prefix, module=module) as process:
         yield process

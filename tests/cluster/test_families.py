@@ -5,12 +5,7 @@ The prefill node has one rank, and of the decode nodes one has one and one has t
 
 from __future__ import annotations
 
-import json
-import os
-import signal
-import urllib.request
 from contextlib import ExitStack
-from http.client import HTTPResponse
 from pathlib import Path
 
 import pytest
@@ -18,15 +13,15 @@ from gguf import GGUFWriter
 
 from pdserve.models.checkpoint.gguf.file import read_gguf
 from pdserve.models.checkpoint.model_files import packaged_gguf
-from tests.cluster.nodes import MODEL, Cluster, Node, cluster, http, start_node
+from tests.cluster.nodes import Node, cluster, http, start_node
+from tests.cluster.test_group_return import MANY, Stream
 from tests.eventually import eventually
-from tests.faults.test_node_death import engine_pid, kill
+from tests.faults.test_node_death import kill
 from tests.models.converted_gguf import save_converted
-from tests.models.tiny_drafting import save_tiny_drafting
-from tests.models.tiny_families import add_chat_tokenizer, save_tiny
+from tests.models.tiny_families import save_tiny_chat_family
 from tests.tiny_models import Reference, random_prompt
 
-FEW, MANY = 8, 400
+FEW = 8
 PROMPTS = [random_prompt(length, seed=length) for length in (5, 37, 100)]
 FLAGS = ("--dtype", "fp32", "--kv-cache-mib", "8", "--max-num-batched-tokens", "32", "--max-num-seqs", "8")
 CASES = (
@@ -52,8 +47,6 @@ chunks; layers with other heads, or with the keys and values of earlier ones; si
 beside it and alone; layers of one part."""
 
 
-DRAFTS = "drafts"
-"""With this behind its name, a case has a layer that drafts tokens, whose keys and values move with the others."""
 FILES = {"qwen3-5": "qwen35"}
 """The cases that are served from a GGUF file, and its architecture: value heads are in another order there."""
 
@@ -70,44 +63,11 @@ def add_tokenizer(writer: GGUFWriter) -> None:
         writer.add_array(key, values)
 
 
-class Stream:
-    """An answer that comes token by token."""
-
-    def __init__(self, running: Cluster, prompt: list[int]) -> None:
-        body = {"model": MODEL, "prompt": prompt, "max_tokens": MANY, "temperature": 0, "ignore_eos": True}
-        data = json.dumps({**body, "stream": True, "return_token_ids": True, "cache_salt": "stream"}).encode()
-        self._running, self._label = running, f"prompt-of-{len(prompt)}"
-        headers = {"content-type": "application/json", "x-request-id": self._label}
-        request = urllib.request.Request(running.url + "/v1/completions", data, headers)
-        self._response: HTTPResponse = urllib.request.urlopen(request, timeout=120)
-        self._tokens: list[int] = []
-
-    def read(self, least: int) -> list[int]:
-        """Returns the tokens so far when there are ``least`` of them, or all if there are fewer."""
-        while len(self._tokens) < least and (line := self._response.readline()):
-            if line.startswith(b"data: {"):
-                for choice in json.loads(line[6:])["choices"]:
-                    self._tokens += choice.get("token_ids") or ()
-        return self._tokens
-
-    def node(self) -> Node:
-        """Returns the node that answers."""
-        proxy, *_ = http(f"{self._running.url}/requests/{self._label}/timeline").json()["lanes"]
-        (name,) = (phase["node"] for phase in proxy["phases"] if phase["kind"] == "attempt")
-        return next(node for node in self._running.decode if node.name == name)
-
-
-@pytest.mark.parametrize(
-    "case",
-    [f"{CASES[0]} {DRAFTS}"]
-    + [pytest.param(case, marks=pytest.mark.nightly) for case in (*CASES, f"qwen3-next {DRAFTS}", *FILES)],
-)
+@pytest.mark.parametrize("case", [pytest.param(case, marks=pytest.mark.nightly) for case in (*CASES, *FILES)])
 def test_unlike_ranks_and_a_lost_node_give_the_tokens_of_transformers(
     demo_model: Path, tmp_path: Path, case: str
 ) -> None:
-    family, _, drafts = case.partition(" ")
-    save = save_tiny_drafting if drafts else save_tiny
-    model = add_chat_tokenizer(demo_model, save(family, tmp_path))
+    model = save_tiny_chat_family(demo_model, case, tmp_path)
     reference = Reference(model, MANY)
     wanted = [reference.answer(prompt) for prompt in PROMPTS]
     if case in FILES:
@@ -128,17 +88,10 @@ def test_unlike_ranks_and_a_lost_node_give_the_tokens_of_transformers(
             return all(node.metric("prefills_total", source="remote") for node in running.decode)
 
         eventually(all_have_fetched, "each decode node had a prompt prefilled remotely")
-        engines = {node.name: engine_pid(node) for node in running.decode}
-        stream = Stream(running, PROMPTS[1])
+        stream = Stream(running, "lost", PROMPTS[1], cache_salt="stream")
         stream.read(1)
-        # While they are stopped, the answer does not end before its node is found and killed.
-        for engine in engines.values():
-            os.kill(engine, signal.SIGSTOP)
-        lost = stream.node()
-        (other,) = [node for node in running.decode if node is not lost]
-        kill(lost)
-        os.kill(engines[other.name], signal.SIGCONT)
+        with stream.held() as (lost, other):
+            kill(lost)
         assert stream.read(MANY) == wanted[1]
         assert " resumed from=" in running.proxy.output
         eventually(lambda: other.idle, "the node that is left is idle")
-        assert not drafts or other.metric("spec_decode_num_draft_tokens_total") > 0

@@ -34,9 +34,9 @@ STREAMS = 12
 class Stream:
     """An answer of ``MANY`` tokens that comes token by token."""
 
-    def __init__(self, running: Cluster, label: str, prompt: list[int]) -> None:
+    def __init__(self, running: Cluster, label: str, prompt: list[int], **more: object) -> None:
         body = {"model": MODEL, "prompt": prompt, "max_tokens": MANY, "ignore_eos": True, "temperature": 0}
-        data = json.dumps({**body, "stream": True, "return_token_ids": True}).encode()
+        data = json.dumps({**body, "stream": True, "return_token_ids": True, **more}).encode()
         headers = {"content-type": "application/json", "x-request-id": label}
         request = urllib.request.Request(running.url + "/v1/completions", data, headers)
         self._running, self._label = running, label
@@ -51,6 +51,13 @@ class Stream:
                     self._tokens += choice.get("token_ids") or ()
         return self._tokens
 
+    def node(self) -> Node:
+        """Returns the node that answers."""
+        proxy, *_ = http(f"{self._running.url}/requests/{self._label}/timeline").json()["lanes"]
+        # An attempt at a node that has just been lost may have come before.
+        *_, name = (phase["node"] for phase in proxy["phases"] if phase["kind"] == "attempt")
+        return next(node for node in self._running.nodes if node.name == name)
+
     @contextmanager
     def held(self) -> Iterator[tuple[Node, Node]]:
         """Stops what decodes meanwhile, so that the answer does not end. Yields its node, and the other one."""
@@ -59,11 +66,9 @@ class Stream:
         for engine in engines:
             os.kill(engine, signal.SIGSTOP)
         try:
-            proxy, *_ = http(f"{self._running.url}/requests/{self._label}/timeline").json()["lanes"]
-            # An attempt at a node that has just been lost may have come before.
-            *_, name = (phase["node"] for phase in proxy["phases"] if phase["kind"] == "attempt")
-            (other,) = (node for node in decoding if node.name != name)
-            yield next(node for node in decoding if node.name == name), other
+            own = self.node()
+            (other,) = (node for node in decoding if node is not own)
+            yield own, other
         finally:
             for node, engine in zip(decoding, engines, strict=True):
                 if node.process.popen.poll() is None:

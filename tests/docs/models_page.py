@@ -9,7 +9,7 @@ from typing import Any
 from pdserve.models.checkpoint.safetensors.quantisation import FORMS, METHODS, Form
 from pdserve.models.served import FORMATS_NOT_YET, NOT_YET, ServedFamily, served_families
 from pdserve.models.table import COMPOSITES, FAMILIES
-from tests.cluster import test_families as clusters
+from tests.cluster import test_families, test_mtp
 from tests.models import test_families as harness
 from tests.models import test_tensor_parallel
 from tests.models.tiny_families import CASES
@@ -132,7 +132,10 @@ def _proof(model_type: str) -> Iterator[str]:
 
 
 _RANKS = (harness.test_ranks_give_the_tokens_of_one_rank,)
-_CLUSTERS = tuple(test for name, test in vars(clusters).items() if name.startswith("test_"))
+_CLUSTERS = (
+    test_families.test_unlike_ranks_and_a_lost_node_give_the_tokens_of_transformers,
+    test_mtp.test_nobody_can_tell_on_which_side_the_layer_drafts,
+)
 
 
 def _tested(test: Any) -> dict[str, bool]:
@@ -144,9 +147,7 @@ def _tested(test: Any) -> dict[str, bool]:
             always = all(each.name != "nightly" for each in marks)
             for value in values:
                 for given_case in (value,) if isinstance(value, str) else value:
-                    # A cluster's case may say behind its name what else the model has.
-                    case = given_case.partition(f" {clusters.DRAFTS}")[0]
-                    found[case] = found.get(case, False) or always
+                    found[given_case] = found.get(given_case, False) or always
     return found
 
 

@@ -12,7 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from pdserve.config import Dtype
+from pdserve.config import CacheConfig, CpuKernels, Dtype, ModelConfig
+from pdserve.doctor.peers import local_spec
 from pdserve.errors import ModelError
 from pdserve.models.checkpoint.config_reading import read_decoder_config
 from pdserve.models.runner import DraftRow, StepRow
@@ -20,6 +21,7 @@ from pdserve.settings import cache_folder
 from pdserve_kernels.contract import Kernels
 from pdserve_kernels.cpu.compiled_kernels import CompiledKernels
 from pdserve_kernels.cpu.torch_kernels import TorchKernels
+from pdserve_kvtransfer.control.handshake import misfits
 from tests.models.grouped_runner import GroupedRunner
 from tests.models.quantisers import quantised_folders
 from tests.models.rank_program import Case
@@ -139,6 +141,16 @@ def test_a_folder_without_the_weights_has_no_such_layer(tmp_path: Path, case: st
         assert config.cached_layers == config.num_layers + expected
     with pytest.raises(ModelError, match="has no layer that drafts tokens"):
         drafting_runner(without, TorchKernels())
+
+
+def test_nodes_fit_whatever_they_draft_with_if_both_folders_have_the_layer(tmp_path: Path) -> None:
+    """A specification knows no setting. The digest alone refuses the other folder, and the doctor says what differs."""
+    with_layer, without = (
+        local_spec(ModelConfig(path=str(folder)), CacheConfig(), CpuKernels.AUTO, tmp_path)
+        for folder in (save_tiny_drafting("glm4-moe", tmp_path / "with"), save_tiny("glm4-moe", tmp_path / "without"))
+    )
+    assert [refused.field for refused in misfits(with_layer, without)] == ["fingerprint", "num_layers"]
+    assert (with_layer.num_layers, without.num_layers) == (4, 3)
 
 
 @pytest.mark.integration

@@ -64,6 +64,18 @@ def save_tiny_drafting(case: str, folder: Path) -> Path:
     return folder
 
 
+def answering_with(folder: Path, tokens: Sequence[int]) -> Path:
+    """Makes nearly all answers of a model of the cases above consist of ``tokens``, so that some drafts are right."""
+    tensors = load_file(folder / "model.safetensors")
+    for name in [name for name in tensors if name.endswith(("lm_head.weight", "shared_head.head.weight"))]:
+        weight = tensors[name]
+        # Not zero: equal logits have no likeliest token.
+        tensors[name] = weight * 1e-3
+        tensors[name][list(tokens)] = weight[list(tokens)]
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
 class ReferenceDrafts:
     """The drafts of a folder that ``save_tiny_drafting`` made, each computed from the whole context."""
 

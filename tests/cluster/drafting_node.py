@@ -1,0 +1,44 @@
+"""A node that drafts as much as it may, whatever that costs: ``python -m tests.cluster.drafting_node ROLE FLAGS``.
+
+Whether drafts pay depends on the machine and on what else runs there. With ``engine`` in place of a role, this is the
+engine of such a node.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import MutableMapping, Sequence
+from pathlib import Path
+
+from pdserve.api.node.server import serve
+from pdserve.config import NodeConfig
+from pdserve.process import die_with_parent
+from pdserve.settings import cache_folder, load, resolve_secret, state_folder
+from pdserve.wire.discovery import Role
+
+MODULE = "tests.cluster.drafting_node"
+
+
+def main(argv: Sequence[str], environ: MutableMapping[str, str]) -> int:
+    role, *flags = argv
+    if role == "engine":
+        return engine()
+    die_with_parent(environ)
+    config = load(NodeConfig, flags, environ, prog=MODULE)
+    secret = resolve_secret(config.security, [config.http.host], state_folder(environ))
+    command = (sys.executable, "-m", MODULE, "engine")
+    return serve(Role(role), config, secret, Path(config.model.path), cache_folder(environ), engine_command=command)
+
+
+def engine() -> int:
+    from pdserve.engine.process import main
+    from pdserve.engine.speculation.speculation import Speculation
+
+    Speculation._counts = lambda self, guessed, *_: [len(each.chances) for each in guessed]  # type: ignore[method-assign]
+    Speculation._model_count = lambda self, requests: self._most_drafts  # type: ignore[method-assign]
+    return main()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:], os.environ))
