@@ -475,9 +475,8 @@ class StepLoop:
             cores=CoreStats(borrowed=self._cores.borrowed, borrowed_s=self._cores.borrowed_s),
             steps=self._steps,
             scheduler=SchedulerCounts.copied(counters),
-            accepted_drafts={
-                str(place): count for place, count in enumerate(scheduler.accepted_drafts_by_place) if count
-            },
+            accepted_drafts=counters.accepted_drafts,
+            accepted_drafts_by_place={str(place): n for place, n in sorted(counters.accepted_drafts_by_place.items())},
             prefills={source.value: count for source, count in counters.prefills.items()},
             prefills_failed={name: counters.prefills_failed[name] for name in reasons},
             transfer=TransferCounts.copied(transfers),

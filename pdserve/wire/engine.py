@@ -256,6 +256,9 @@ class EngineStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     steps: Annotated[int, counter("engine_steps", "batches computed")] = 0
     scheduler: SchedulerCounts = msgspec.field(default_factory=SchedulerCounts)
     accepted_drafts: Annotated[
+        int, counter("spec_decode_num_accepted_tokens", "guessed tokens that were what plain decoding gives")
+    ] = 0
+    accepted_drafts_by_place: Annotated[
         dict[str, int],
         counter(
             "spec_decode_num_accepted_tokens_per_pos", "guessed tokens accepted, by place in their steps", "position"
@@ -297,7 +300,7 @@ class EngineStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
             self.prefill.decode_step_s if self.queue.running else 0.0,
             prompt_tokens=self.step.computed_prompt_tokens,
             generated_tokens=self.scheduler.generated_tokens,
-            accepted_drafts=self.scheduler.accepted_drafts,
+            accepted_drafts=self.accepted_drafts,
             links=self.links,
             bounded_free_blocks=tuple(self.cache.group_free_blocks.values()),
         )

@@ -99,9 +99,6 @@ class SchedulerCounts(Counts):
     """Those of them whose KV cache came from a prefill node."""
     generated_tokens: Annotated[int, counter("generation_tokens", "tokens generated")] = 0
     drafts: Annotated[int, counter("spec_decode_num_draft_tokens", "guessed tokens that steps have checked")] = 0
-    accepted_drafts: Annotated[
-        int, counter("spec_decode_num_accepted_tokens", "guessed tokens that were what plain decoding gives")
-    ] = 0
     preemptions: Annotated[int, counter("num_preemptions", "requests set back for lack of blocks")] = 0
     moves_wanted: Annotated[int, counter("num_moves_wanted", "requests that should leave before blocks run out")] = 0
     """The client requests that were to go on at a node with more free blocks (``RoomWanted``)."""

@@ -194,8 +194,14 @@ class BatchPlan:
 
 
 class SchedulerCounters(SchedulerCounts, kw_only=True):
-    """What the scheduler counts, with its counts by source and by reason."""
+    """What the scheduler counts, with its counts by source, by reason and by place."""
 
     prefills: dict[PrefillSource, int] = msgspec.field(default_factory=lambda: dict.fromkeys(PrefillSource, 0))
     prefills_failed: Counter[str] = msgspec.field(default_factory=Counter)
     """The prompts that were ordered from prefill nodes in vain, by why. Others may have computed them then."""
+    accepted_drafts_by_place: Counter[int] = msgspec.field(default_factory=Counter)
+    """The accepted drafts by their places among the drafts of a request in one step, from 0."""
+
+    @property
+    def accepted_drafts(self) -> int:
+        return self.accepted_drafts_by_place.total()

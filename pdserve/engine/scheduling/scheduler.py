@@ -82,8 +82,6 @@ class Scheduler:
         self.speculation = Speculation(
             config, self._blocks, stop, self._step_cost, self._targets, by_model=model_drafts
         )
-        self.accepted_drafts_by_place = [0] * config.draft_tokens
-        """How many drafts were accepted: first, second and so on of their steps."""
         self._stop = stop
         self._collector = collector
         self._release = release
@@ -327,8 +325,7 @@ class Scheduler:
 
     def _count_accepted(self, request: Request, number: int) -> None:
         """Counts a request's draft, the one with this number in its step."""
-        self.counters.accepted_drafts += 1
-        self.accepted_drafts_by_place[number - 1] += 1
+        self.counters.accepted_drafts_by_place[number - 1] += 1
         request.facts.accepted_drafts += 1
 
     def _note_chunks(self, plan: BatchPlan, now: float) -> None:

@@ -128,15 +128,15 @@ def test_drafts_change_no_answer(folder: Path, monkeypatch: pytest.MonkeyPatch, 
     check_same(got, plain)
     counts = stats.scheduler
     assert counts.drafts > 50
-    assert sum(stats.accepted_drafts.values()) == counts.accepted_drafts <= counts.drafts
+    assert sum(stats.accepted_drafts_by_place.values()) == stats.accepted_drafts <= counts.drafts
     load = stats.load
-    assert (load.accepted_drafts, load.generated_tokens) == (counts.accepted_drafts, counts.generated_tokens)
+    assert (load.accepted_drafts, load.generated_tokens) == (stats.accepted_drafts, counts.generated_tokens)
     if share == 0.0:
         # Only what follows an ending is drafted in vain.
-        assert counts.accepted_drafts > 0.8 * counts.drafts
+        assert stats.accepted_drafts > 0.8 * counts.drafts
     if share == 1.0:
         # Where two answers have begun alike, the mistake of one can be the other.
-        assert counts.accepted_drafts < 0.05 * counts.drafts
+        assert stats.accepted_drafts < 0.05 * counts.drafts
 
 
 def test_an_answer_that_begins_to_repeat_itself_has_drafts_though_steps_are_launched_ahead(
@@ -148,7 +148,7 @@ def test_an_answer_that_begins_to_repeat_itself_has_drafts_though_steps_are_laun
     plain, _ = answered(folder, asked, OFF, overlap=True)
     got, stats = answered(folder, asked, ON, overlap=True)
     check_same(got, plain)
-    assert stats.scheduler.accepted_drafts > 10
+    assert stats.accepted_drafts > 10
 
 
 class Spoiling(ModelRunner):
@@ -216,6 +216,6 @@ def test_with_the_compiled_kernels_the_answers_are_bitwise_the_same(
     plain, _ = answered(folder, asked, OFF, runner=runner, num_blocks=200)
     force(monkeypatch, texts(asked, plain), share=0.2)
     got, stats = answered(folder, asked, ON, runner=runner, num_blocks=200)
-    assert stats.scheduler.accepted_drafts > 100
+    assert stats.accepted_drafts > 100
     for mine, other in zip(got, plain, strict=True):
         assert (mine.tokens, mine.logprobs) == (other.tokens, other.logprobs)

@@ -102,6 +102,6 @@ def test_right_drafts_of_the_model_are_accepted(
     monkeypatch.setattr(Speculation, "put", right)
     with engine(folder, False, 160, scheduler=MTP, drafts=True) as client:
         got = list(client.together(asked).values())
-        counts = client.stats_asked_for(1).scheduler
+        stats = client.stats_asked_for(1)
     check_same(got, plain)
-    assert counts.accepted_drafts > 0.6 * counts.drafts > 60
+    assert stats.accepted_drafts > 0.6 * stats.scheduler.drafts > 60
