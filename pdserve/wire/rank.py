@@ -94,7 +94,10 @@ class RankDraft(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_l
     row: int
     next_tokens: list[int]
     wanted: bool
-    block_table: list[int]
+    blocks: list[int] = []
+    """The ids that the row's table has got since the step, unless another row of the message has brought them."""
+    whole: bool = False
+    """Whether ``blocks`` is the whole table."""
 
 
 class Draft(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="draft"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -11,8 +12,8 @@ import pytest
 from pdserve.engine.kv_cache.block_table import BlockTable
 from pdserve.engine.tp.rank_rows import ReceivedRows, SentRows
 from pdserve.errors import MalformedFrame
-from pdserve.models.runner import StepRow
-from pdserve.wire.rank import NextRow, RankRow, Step
+from pdserve.models.runner import DraftRow, StepRow
+from pdserve.wire.rank import Draft, NextRow, RankDraft, RankRow, Step
 
 SIZE = 4
 
@@ -43,15 +44,28 @@ class Pair:
     """Rank 0 and another rank."""
 
     def __init__(self) -> None:
-        self._sent, self._received = SentRows(), ReceivedRows()
+        self._sent, self.received, self._rows = SentRows(), ReceivedRows(), list[StepRow]()
 
     def told(self, rows: list[StepRow]) -> Step:
         """Returns the message about these rows, after both have seen that the other rank makes the same of it."""
         wanted = plain(rows)
         frame = msgspec.msgpack.encode(self._sent.step(rows))
         message = msgspec.msgpack.decode(frame, type=Step)
-        assert plain(self._received.rows(message)) == wanted
+        assert plain(self.received.rows(message)) == wanted
+        self._rows = rows
         return message
+
+    def drafted(self, rows: list[DraftRow], count: int) -> Draft:
+        """Does the same with the message about drafts behind rows that were told last."""
+        wanted = [(row.row, row.next_tokens, row.wanted, list(row.block_table or self._table(row))) for row in rows]
+        message = msgspec.msgpack.decode(msgspec.msgpack.encode(self._sent.draft(rows, count)), type=Draft)
+        received = self.received.drafts(message)
+        assert [(row.row, row.next_tokens, row.wanted, list(row.block_table or ())) for row in received] == wanted
+        assert message.count == count
+        return message
+
+    def _table(self, row: DraftRow) -> Sequence[int]:
+        return self._rows[row.row].block_table
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -77,6 +91,13 @@ def test_the_rows_arrive_as_they_were(seed: int) -> None:
             rows.append(StepRow(tokens, context.computed, context.table, chance.random() < 0.9, others=others))
             context.computed += count
         message = pair.told(rows)
+        for context in contexts:
+            # Blocks for drafts.
+            context.table.extend(
+                chance.randrange(1000) for _ in range(chance.choice((0, 0, 1, 2)) if context.table else 0)
+            )
+        drafts = [place for place, row in enumerate(rows) if chance.random() < 0.7 and row.block_table]
+        pair.drafted([DraftRow(place, [chance.randrange(1000)], chance.random() < 0.5) for place in drafts], 3)
         told += len(rows)
         whole += sum(isinstance(row, RankRow) for row in message.rows)
     assert 0 < whole < told
@@ -88,6 +109,37 @@ def test_a_row_that_decodes_on_takes_a_few_bytes_however_long_its_context_is() -
     message = pair.told([StepRow([150_000], 31_001, table, True) for table in tables])
     assert all(isinstance(row, NextRow) for row in message.rows)
     assert len(msgspec.msgpack.encode(message)) < 16 * 256
+
+
+def test_drafts_take_a_few_bytes_however_long_their_contexts_are() -> None:
+    pair, tables = Pair(), [BlockTable(range(2000)) for _ in range(256)]
+    pair.told([StepRow([150_000], 31_000, table, True) for table in tables])
+    for table in tables:
+        table.append(2000)
+    message = pair.drafted([DraftRow(place, [150_000], True) for place in range(256)], 3)
+    assert len(msgspec.msgpack.encode(message)) < 16 * 256
+    # What the message has brought is not sent again.
+    step = pair.told([StepRow([150_000], 31_001, table, True) for table in tables])
+    assert not any(row.blocks for row in step.rows if isinstance(row, NextRow))
+
+
+def test_drafts_of_several_rows_of_a_request_and_of_tables_that_are_not_known_arrive_as_they_were() -> None:
+    pair, table, plain_table = Pair(), BlockTable(range(3)), [7, 8]
+    pair.told([*(StepRow([at], at, table, True) for at in range(5, 8)), StepRow([1], 4, plain_table, True)])
+    table.append(30)
+    rows = [DraftRow(place, [9], place == 2) for place in range(3)]
+    message = pair.drafted([*rows, DraftRow(3, [1], True), DraftRow(0, [1], False, [4, 5])], 2)
+    assert [(row.blocks, row.whole) for row in message.rows] == [
+        ([30], False),
+        ([], False),
+        ([], False),
+        ([7, 8], True),
+        ([4, 5], True),
+    ]
+    table[1] = 11
+    assert pair.drafted([DraftRow(1, [9], True)], 2).rows[0].whole
+    with pytest.raises(MalformedFrame, match="drafts of row 4 of a step that had 4"):
+        pair.received.drafts(Draft([RankDraft(4, [1], True)], 1))
 
 
 def test_rows_of_one_request_and_scored_rows_arrive_as_they_were() -> None:

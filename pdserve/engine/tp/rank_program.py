@@ -162,14 +162,12 @@ def capture(runner: ModelRunner, backend: Backend, max_rows: int) -> None:
 
 def carry_out(order: Order, runner: ModelRunner, copies: OrderedCopies | NoCopies, received: ReceivedRows) -> None:
     """Carries out one order. Raises EngineError if it comes at the wrong time, MalformedFrame if it makes no sense."""
-    from pdserve.models.runner import DraftRow
-
     match order:
         case Step():
             rows = received.rows(order)
             runner.run(rows, score=_computed if any(row.scored for row in rows) else None)
-        case Draft(drafts, count):
-            runner.draft([DraftRow(row.row, row.next_tokens, row.wanted, row.block_table) for row in drafts], count)
+        case Draft():
+            runner.draft(received.drafts(order), order.count)
         case Clear(blocks):
             runner.clear(blocks)
         case CopyBlocks(sources, destinations):

@@ -1,4 +1,4 @@
-"""Tells the other ranks what is new in a step's rows, because they have the rows of the step before.
+"""Tells the other ranks what is new in the rows of a step, or of its drafts, because they have the rows before.
 
 A row with the block table of a row that they have, in the last step or before it in this one, says which row that is,
 and has its tokens and the blocks that the table has grown by. All other rows are sent whole: those of requests that
@@ -14,8 +14,8 @@ import msgspec
 
 from pdserve.engine.kv_cache.block_table import BlockTable
 from pdserve.errors import MalformedFrame
-from pdserve.models.runner import StepRow
-from pdserve.wire.rank import NextRow, RankRow, Step
+from pdserve.models.runner import DraftRow, StepRow
+from pdserve.wire.rank import Draft, NextRow, RankDraft, RankRow, Step
 
 
 class _Sent(msgspec.Struct, frozen=True):
@@ -37,6 +37,7 @@ class SentRows:
     def __init__(self) -> None:
         self._last: dict[int, _Sent] = {}
         """The rows of the last step by the addresses of their tables; of several with one table, the last one."""
+        self._rows: Sequence[StepRow] = ()
 
     def step(self, rows: Sequence[StepRow]) -> Step:
         """Returns the message about a step. Every rank has to get every one of them."""
@@ -56,8 +57,23 @@ class SentRows:
                 blocks, back = table[known.num_blocks :], known.end - row.start
                 told.append(NextRow(ref, list(row.token_ids), blocks, row.wants_logits, back, others))
             sent[id(table)] = _Sent(place, end, table, len(table), table.rearranged)
-        self._last = sent
+        self._last, self._rows = sent, rows
         return Step(told)
+
+    def draft(self, rows: Sequence[DraftRow], count: int) -> Draft:
+        """Returns the message about drafts behind rows of the last step."""
+        return Draft([self._drafted(row) for row in rows], count)
+
+    def _drafted(self, row: DraftRow) -> RankDraft:
+        # A table may have grown since the step. All ranks have to see the same blocks, because drafts end with them.
+        table = self._rows[row.row].block_table if row.block_table is None else row.block_table
+        sent = self._last.get(id(table))
+        if sent is None or not isinstance(table, BlockTable) or sent.rearranged != table.rearranged:
+            return RankDraft(row.row, list(row.next_tokens), row.wanted, list(table), whole=True)
+        blocks = table[sent.num_blocks :]
+        if blocks:
+            self._last[id(table)] = msgspec.structs.replace(sent, num_blocks=len(table))
+        return RankDraft(row.row, list(row.next_tokens), row.wanted, blocks)
 
 
 class ReceivedRows:
@@ -80,10 +96,22 @@ class ReceivedRows:
             before = held[place]
             table, start = before.block_table, before.context_len - told.back
             assert isinstance(table, BlockTable)
-            for block in told.blocks:
-                table.append(block)
+            table.extend(told.blocks)
             rows.append(StepRow(told.token_ids, start, table, told.wants_logits, others=told.others))
         self._last = rows
+        return rows
+
+    def drafts(self, draft: Draft) -> list[DraftRow]:
+        """Returns the rows of drafts. Raises MalformedFrame if one is of a row that the last step did not have."""
+        rows = list[DraftRow]()
+        for told in draft.rows:
+            if told.row >= len(self._last):
+                raise MalformedFrame(f"drafts of row {told.row} of a step that had {len(self._last)}")
+            table = self._last[told.row].block_table
+            assert isinstance(table, BlockTable)
+            if not told.whole:
+                table.extend(told.blocks)
+            rows.append(DraftRow(told.row, told.next_tokens, told.wanted, told.blocks if told.whole else table))
         return rows
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 
 import torch
 
@@ -15,7 +14,7 @@ from pdserve.errors import RankLost
 from pdserve.models.runner import DraftRow, Graph, ModelRunner, Score, StepRow
 from pdserve.models.tp.shares import ALONE, TpGroup
 from pdserve.models.tp.tp_opening import open_group
-from pdserve.wire.rank import Arrived, Capture, Captured, Clear, CopyBlocks, Draft, RankDraft
+from pdserve.wire.rank import Arrived, Capture, Captured, Clear, CopyBlocks
 from pdserve_kernels.contract import GraphKernels
 
 
@@ -27,8 +26,6 @@ class TpRunner:
         self._ranks = ranks
         self._sent = SentRows()
         self._group = group
-        self._rows: Sequence[StepRow] = ()
-        """Those of the last step."""
 
     def run(self, rows: Sequence[StepRow], *, score: Score | None = None) -> torch.Tensor:
         """Computes a step on all ranks, and returns when the logits are computed, on a GPU, too.
@@ -36,7 +33,6 @@ class TpRunner:
         Raises RankLost, which names the rank and says why, if a rank did not do its part.
         """
         self._ranks.tell(self._sent.step(rows))
-        self._rows = rows
         try:
             logits = self._own.run(rows, score=score)
             self._group.finish_step()
@@ -46,12 +42,7 @@ class TpRunner:
 
     def draft(self, rows: Sequence[DraftRow], count: int) -> list[list[int]]:
         """Drafts tokens on all ranks (``ModelRunner.draft``). Raises RankLost if a rank did not do its part."""
-        # A table may have grown since the step. All ranks have to see the same blocks, because drafts end with them.
-        rows = [
-            row if row.block_table is not None else replace(row, block_table=self._rows[row.row].block_table)
-            for row in rows
-        ]
-        self._ranks.tell(Draft([_rank_draft(row) for row in rows], count))
+        self._ranks.tell(self._sent.draft(rows, count))
         try:
             drafts = self._own.draft(rows, count)
             self._group.finish_step()
@@ -84,10 +75,6 @@ class TpRunner:
     def warmed_up(self) -> None:
         """Notes that all that steps need is compiled. From now on, a rank that is late counts as hanging."""
         self._group.warmed_up()
-
-
-def _rank_draft(row: DraftRow) -> RankDraft:
-    return RankDraft(row.row, list(row.next_tokens), row.wanted, list(row.block_table or ()))
 
 
 @contextmanager
