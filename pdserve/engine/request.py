@@ -323,6 +323,12 @@ class Request:
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
+    def tokens_per_step(self) -> float:
+        """The mean number of tokens that a step has given the request here, with the drafts that were accepted."""
+        tokens = self.num_generated_tokens - self.num_emitted_tokens
+        return tokens / (tokens - self.facts.accepted_drafts) if tokens else 1.0
+
+    @property
     def prompt_is_computed(self) -> bool:
         """Whether the whole prompt is in the KV cache, so that only tokens of the answer are left to compute."""
         return self.num_computed_tokens >= self.num_prompt_tokens

@@ -75,7 +75,7 @@ class BlockShortage:
             return ()
         self._next_at = now + LOOK_S
         self._named_at = {group_id: at for group_id, at in self._named_at.items() if now < at + AGAIN_S}
-        groups = self._groups(self._tokens_ahead(step_s))
+        groups = self._groups(step_s)
         free = self._blocks.free_by_group()
         short = [sum(wanted) - left for left, *wanted in zip(free, *(group.wanted for group in groups), strict=True)]
         if max(short) <= 0:
@@ -104,11 +104,11 @@ class BlockShortage:
             short = _less(short, spared[group.id])
         return named
 
-    def _tokens_ahead(self, step_s: float) -> int:
-        tokens = min(AHEAD_TOKENS, int(AHEAD_S / step_s)) if step_s > 0 else 0
+    def _tokens_ahead(self, request: Request, step_s: float) -> int:
+        tokens = min(AHEAD_TOKENS, int(AHEAD_S / step_s * request.tokens_per_step)) if step_s > 0 else 0
         return max(tokens, AHEAD_BLOCKS * self._blocks.block_size)
 
-    def _groups(self, tokens_ahead: int) -> list[_Group]:
+    def _groups(self, step_s: float) -> list[_Group]:
         """Returns the client requests of this node that run, in the order in which they would be preempted."""
         groups: dict[GroupId, _Group] = {}
         for request in reversed(self._queues.running):
@@ -116,7 +116,8 @@ class BlockShortage:
                 group = groups.setdefault(request.group_id, _Group(request.group_id))
                 group.requests.append(request)
                 # An answer's last token is never in a block: nothing follows it.
-                tokens = min(len(request.token_ids) + tokens_ahead, self._stop.most_tokens(request) - 1)
+                ahead = self._tokens_ahead(request, step_s)
+                tokens = min(len(request.token_ids) + ahead, self._stop.most_tokens(request) - 1)
                 missing = self._blocks.missing_for(request, tokens)
                 group.wanted = _sums(group.wanted, missing) if group.wanted else missing
         return sorted(groups.values(), key=lambda group: -len(group.requests))

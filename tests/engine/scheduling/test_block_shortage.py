@@ -64,6 +64,19 @@ def test_a_quick_node_looks_further_ahead() -> None:
     assert named(engine, step_s=block_shortage.AHEAD_S / 20) == [1]
 
 
+def test_a_request_whose_steps_give_several_tokens_needs_more_blocks() -> None:
+    engine = FakeEngine(num_blocks=12)
+    requests = begun(engine, 20, 20)
+    step_s = block_shortage.AHEAD_S / SOON
+    assert named(engine, step_s) == []
+    for request in requests:
+        while request.num_generated_tokens < 3:
+            engine.step()
+        request.facts.accepted_drafts = 2
+    engine.now += block_shortage.LOOK_S
+    assert named(engine, step_s) == [1]
+
+
 def test_tokens_that_never_come_need_no_blocks() -> None:
     engine = FakeEngine(num_blocks=5)
     begun(engine, 2, 2)
