@@ -9,10 +9,10 @@ a request whose grammar refuses the token with which it went on: the right token
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 
@@ -96,10 +96,28 @@ class LaunchedStep:
         return sampled[: len(self.rows)]
 
 
-def known_rows(step: LaunchedStep, wanting: Set[Request]) -> list[tuple[Request, DraftRow]]:
+Tables: TypeAlias = Mapping[Request, Sequence[int]]
+"""The blocks of requests."""
+
+
+def tables_of_prompts(step: LaunchedStep) -> Tables:
+    """Returns the blocks of the requests whose prompts end with a step that is computed.
+
+    An answer may end with the step, too. The prefix cache can find its blocks then, which nobody holds or takes before
+    the next step.
+    """
+    return {
+        work.request: tuple(work.request.block_table)
+        for work, start in zip(step.plan.work, step.starts, strict=True)
+        if start + work.num_tokens == work.request.num_prompt_tokens
+    }
+
+
+def known_rows(step: LaunchedStep, wanting: Set[Request], tables: Tables) -> list[tuple[Request, DraftRow]]:
     """Returns the step's rows of which next tokens are known by now, in their order, each with its request.
 
-    ``wanting`` are the requests for which the model is to draft more.
+    ``wanting`` are the requests for which the model is to draft more. ``tables`` has blocks of requests that may have
+    ended since.
     """
     found, row = list[tuple[Request, DraftRow]](), 0
     for work, start in zip(step.plan.work, step.starts, strict=True):
@@ -107,10 +125,11 @@ def known_rows(step: LaunchedStep, wanting: Set[Request]) -> list[tuple[Request,
         together = work.num_tokens if work.is_chunk else 1
         for at in range(start, start + work.num_rows, together):
             known = tokens[at + 1 : at + 1 + together]
-            # A request that has ended has blocks only while its children wait for them.
-            if known and request.block_table:
+            # A request that has ended has blocks of its own only while its children wait for them.
+            table = None if request.block_table or not request.ended else tables.get(request)
+            if known and (request.block_table or table):
                 wanted = request in wanting and at + len(known) == len(tokens) - 1
-                found.append((request, DraftRow(row, known, wanted)))
+                found.append((request, DraftRow(row, known, wanted, table)))
             row += 1
     return found
 

@@ -28,10 +28,12 @@ from pdserve.engine.launched_step import (
     LaunchedStep,
     StepAhead,
     StepRunner,
+    Tables,
     decodes_on,
     known_rows,
     launch,
     launch_ahead,
+    tables_of_prompts,
 )
 from pdserve.engine.placement.latency_targets import LatencyTargets, OwnItl
 from pdserve.engine.placement.placement import Placement
@@ -400,6 +402,7 @@ class StepLoop:
         self._watch.count(step.plan)
         if not step.plan.replays and step.scores is None:
             self._watch.note(step.plan, now - began, now)
+        tables = tables_of_prompts(step) if self._drafter is not None and self._blocks.caching else {}
         for request in self._scheduler.postprocess(step.plan, sampled, now, step.drafts):
             if (why := _grammar_failure(request)) is not None:
                 self._connector.give_up(request, why, FailureCause.PROMPT)
@@ -409,12 +412,12 @@ class StepLoop:
             self._blocks.taint_context(request.block_table, request.block_hashes)
             self._scheduler.finish(request, FinishReason.ERROR, NOT_FINITE)
         if self._drafter is not None:
-            self._draft(step, self._drafter)
+            self._draft(step, self._drafter, tables)
         self._connector.stepped(self._scheduler, step.plan, now)
         for wanted in self._scheduler.room_wanted(now, self._placement.step_cost.decode_step_s):
             self._api.send(wanted)
 
-    def _draft(self, step: LaunchedStep, drafter: DraftRunner) -> None:
+    def _draft(self, step: LaunchedStep, drafter: DraftRunner, tables: Tables) -> None:
         """Has the model draft what may follow a step's tokens, and complete what it keeps of them.
 
         Blocks are passed on only then. The tokens leave before.
@@ -423,7 +426,7 @@ class StepLoop:
         speculation, began = self._scheduler.speculation, time.monotonic()
         going = [work.request for work in step.plan.work if work.request.num_uncomputed_tokens == 1]
         wanting, count = speculation.wanted([request for request in going if decodes_on(request)])
-        rows = known_rows(step, set(wanting))
+        rows = known_rows(step, set(wanting), tables)
         if not rows:
             return
         self._life.show(self._watch.expected_s(step.plan, drafting=True))

@@ -13,7 +13,15 @@ from pdserve.engine.request import Request
 from pdserve.engine.speculation.model_drafts import ModelDrafts
 from pdserve.engine.speculation.speculation import Speculation
 from pdserve.wire.sampling_params import SamplingParams
-from tests.engine.speculation.test_drafts import OFF, answered, as_many_as_there_are, asked_together, check_same, texts
+from tests.engine.speculation.test_drafts import (
+    OFF,
+    Asked,
+    answered,
+    as_many_as_there_are,
+    asked_together,
+    check_same,
+    texts,
+)
 from tests.engine.test_step_loop import engine, prompt
 from tests.models.tiny_drafting import ReferenceDrafts, save_tiny_drafting
 
@@ -74,6 +82,26 @@ def test_drafts_are_those_of_the_whole_text(case: str, folder: Path, drafted: Dr
     right = sum(reference.drafts(text, len(drafts)) == drafts for text, drafts in chosen if drafts)
     # The entry of a cached block's last token is of the text that filled it.
     assert right >= 0.9 * sum(bool(drafts) for _, drafts in chosen)
+
+
+def test_drafts_follow_from_a_prompt_whose_answers_ended_with_its_last_step(
+    case: str, folder: Path, drafted: Drafted
+) -> None:
+    """Prompts are asked for one token of, so that the prefix cache has them for later ones."""
+    prompts = [prompt(length) for length in (41, 64, 90)]
+    once = SamplingParams(max_tokens=1, seed=1, temperature=0.0)
+    later = SamplingParams(max_tokens=20, seed=1, temperature=0.0, ignore_eos=True)
+    longer: Asked = [([*tokens, *range(30, 40)], later, ()) for tokens in prompts]
+    plain, _ = answered(folder, longer, OFF)
+    with engine(folder, False, 160, scheduler=MTP, drafts=True) as client:
+        client.together([(tokens, once, range(60, 60 + i)) for i, tokens in enumerate(prompts)])
+        got = list(client.together(longer).values())
+        assert client.stats_asked_for(1).scheduler.prefix_cache_hits >= 41 + 64 + 90 - 3 * 24
+    check_same(got, plain)
+    found = [(text, drafts) for text, drafts in drafted if drafts]
+    reference = ReferenceDrafts(case, folder)
+    right = sum(reference.drafts(text, len(drafts)) == drafts for text, drafts in found)
+    assert right >= 0.8 * len(found) > 20
 
 
 def test_drafts_of_the_model_change_no_answer(folder: Path, drafted: Drafted) -> None:
