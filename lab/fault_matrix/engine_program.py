@@ -1,9 +1,9 @@
-"""A real engine whose steps a test can hold, and which some requests end: ``python -m … FOLDER NAME``.
+"""A real engine whose steps a test can hold, and which some requests end: ``python -m … FOLDER NAME [DRAFTS]``.
 
 A prompt with ``HOLD`` in it holds the engine in the step that computes this token, as long as the folder has a file
 ``closed``, and so does every decode step at one of ``HELD_POSITIONS``. A file ``held-NAME`` says that the engine is
 held. A prompt with ``POISON`` ends the engine in the step that computes this token, and so does every decode step at
-the position ``POISONED_POSITION``: one that few contexts reach.
+the position ``POISONED_POSITION``: one that few contexts reach. With a third argument it drafts as much as it may.
 """
 
 from __future__ import annotations
@@ -80,5 +80,9 @@ def _victim() -> int:
 
 
 if __name__ == "__main__":
-    folder, name = sys.argv[1:]
+    folder, name, *drafts = sys.argv[1:]
+    if drafts:
+        from tests.cluster.drafting_node import draft_always
+
+        draft_always()
     sys.exit(main(lambda runner: GovernedRunner(runner, Path(folder), name)))

@@ -1,4 +1,4 @@
-"""The models with which the cells are played: one of whole contexts, one with windows, one with states."""
+"""The models with which the cells are played: of whole contexts, with windows, with states, and one that drafts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from pdserve.models.checkpoint.config_reading import read_decoder_config
 from pdserve.models.checkpoint.weight_form import ITEM_BYTES
 from pdserve.models.layer_groups import Load, group_blocks, group_sizes
 from tests.hosts.cluster import tiny_model
-from tests.models.tiny_families import FULL, SLIDING, save_tiny_chat_family
+from tests.models.tiny_drafting import answering_with, save_tiny_drafting
+from tests.models.tiny_families import FULL, SLIDING, add_chat_tokenizer, save_tiny_chat_family
 
 MAX_REQUESTS = 8
 STEP_TOKENS = 128
@@ -38,11 +39,16 @@ class MatrixModel:
     case: str = ""
     """Its family's case among those of the tests; empty for a Llama."""
     settings: Mapping[str, object] = field(default_factory=dict)
+    drafts: bool = False
+    """Whether it has a layer that drafts tokens, and its nodes draft by that."""
 
     def save(self, demo_model: Path, folder: Path) -> Path:
         """Saves the model in ``folder``, with the demo model's tokenizer, and returns the folder."""
         if not self.case:
             return tiny_model(demo_model, folder)
+        if self.drafts:
+            save_tiny_drafting(self.case, folder, max_position_embeddings=CONTEXT, **self.settings)
+            return add_chat_tokenizer(demo_model, answering_with(folder, range(100, 103)))
         shape = {"num_hidden_layers": 4, "head_dim": 32, "max_position_embeddings": CONTEXT}
         return save_tiny_chat_family(demo_model, self.case, folder, **shape, **self.settings)
 
@@ -73,5 +79,6 @@ MODELS = {
         MatrixModel("hybrid", 6, "qwen3-next", _HYBRID),
         MatrixModel("windowed", 5, "gemma2", _WINDOWED),
         MatrixModel("gpt-oss", 5, "gpt-oss", _WINDOWED),
+        MatrixModel("drafting", 1, "deepseek-v3", drafts=True),
     )
 }

@@ -33,6 +33,8 @@ NODE_FLAGS = (
     *("--transfer-lease-ms", "1500", "--transfer-heartbeat-ms", "200", "--tp-timeout-ms", "2000"),
     *("--engine-silence-ms", str(ENGINE_SILENCE_MS)),
 )
+DRAFT_FLAGS = ("--speculation", "mtp", "--draft-tokens", "3")
+"""With more of them, a step would reach the positions at which engines are held too early."""
 PROXY_FLAGS = (
     *("--heartbeat-ms", "300", "--max-in-flight", str(MAX_IN_FLIGHT)),
     *("--port", str(PROXY_PORT), "--control-port", str(PROXY_CONTROL_PORT)),
@@ -164,9 +166,10 @@ class Stage:
         to_proxies = [word for proxy in proxies for word in ("--proxy", proxy)]
         ranks = ["--tensor-parallel-size", str(self.ranks)] if self.ranks > 1 else list(one_core(int(name[-1])))
         cache = ["--kv-cache-mib", str(self.model.model.kv_cache_mib)]
+        drafts = DRAFT_FLAGS if self.model.model.drafts else ()
         own = ["--name", name, "--host", address, "--port", str(NODE_PORT), "--model", str(self.model.folder)]
         transfer = ["--transfer-host", address, "--transfer-port", str(TRANSFER_PORT)]
-        return [*own, *transfer, "--served-model-name", MODEL, *to_proxies, *NODE_FLAGS, *cache, *ranks]
+        return [*own, *transfer, "--served-model-name", MODEL, *to_proxies, *NODE_FLAGS, *cache, *drafts, *ranks]
 
     def until_known(self) -> None:
         """Waits until both proxies know every node as it is now, and no other."""

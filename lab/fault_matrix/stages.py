@@ -48,6 +48,12 @@ class Stages:
             self._close()
             raise
 
+    def accepted_drafts(self) -> float:
+        """Returns how many drafts the decode nodes have accepted that run now."""
+        assert self._stage is not None
+        name = "spec_decode_num_accepted_tokens_total"
+        return sum(node.metric(name) for node in self._stage.of_role("decode"))
+
     def _close(self) -> None:
         self._stage = None
         self._open.close()

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from pdserve.api.node.server import serve
 from pdserve.config import NodeConfig
+from pdserve.engine.process import main as serve_engine
 from pdserve.process import die_with_parent
 from pdserve.settings import cache_folder, load, resolve_secret, state_folder
 from pdserve.wire.discovery import Role
@@ -23,7 +24,8 @@ MODULE = "tests.cluster.drafting_node"
 def main(argv: Sequence[str], environ: MutableMapping[str, str]) -> int:
     role, *flags = argv
     if role == "engine":
-        return engine()
+        draft_always()
+        return serve_engine()
     die_with_parent(environ)
     config = load(NodeConfig, flags, environ, prog=MODULE)
     secret = resolve_secret(config.security, [config.http.host], state_folder(environ))
@@ -31,13 +33,12 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str]) -> int:
     return serve(Role(role), config, secret, Path(config.model.path), cache_folder(environ), engine_command=command)
 
 
-def engine() -> int:
-    from pdserve.engine.process import main
+def draft_always() -> None:
+    """Has the engine of this process draft as much as it may."""
     from pdserve.engine.speculation.speculation import Speculation
 
     Speculation._counts = lambda self, guessed, *_: [len(each.chances) for each in guessed]  # type: ignore[method-assign]
     Speculation._model_count = lambda self, requests: self._most_drafts  # type: ignore[method-assign]
-    return main()
 
 
 if __name__ == "__main__":

@@ -36,11 +36,11 @@ def _names(case: str) -> dict[str, str]:
     return QWEN if case.startswith("qwen") else DEEPSEEK
 
 
-def save_tiny_drafting(case: str, folder: Path) -> Path:
+def save_tiny_drafting(case: str, folder: Path, **changes: object) -> Path:
     """Saves the model of a case in ``folder``, with a layer that drafts, and the larger model in a folder within it."""
     larger = folder / "larger"
     count = config_of(case).num_hidden_layers
-    save_tiny(case, larger, num_hidden_layers=count + 1, **CHANGES.get(case, {}))
+    save_tiny(case, larger, num_hidden_layers=count + 1, **CHANGES.get(case, {}), **changes)
     settings = json.loads((larger / "config.json").read_text())
     settings["num_hidden_layers"] = count
     for name in ("layer_types", "mlp_layer_types"):

@@ -1,4 +1,4 @@
-"""One test for each cell of the table of faults, and some of them with models of windows and of states."""
+"""One test for each cell of the table of faults, some of them with models of windows, of states and with drafts."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ IN_EVERY_RUN = {
     "windowed": ("killed-decode_node-decode",),
 }
 """The cells of models with cache groups that are played in every test run. All others of these models are nightly."""
+WITH_DRAFTS = ("killed-decode_node-decode", "out_of_memory-decode_node-decode", "corrupt_block-prefill_node-transfer")
 
 
 def cells(model: str) -> Sequence[object]:
@@ -56,3 +57,11 @@ def stages_of(
 @pytest.mark.parametrize(("model", "cell"), [*cells(LLAMA.name), *cells("hybrid"), *cells("windowed")])
 def test_cell(stages_of: Callable[[str], Stages], model: str, cell: Cell) -> None:
     stages_of(model).play(cell)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("cell", [cell for cell in TESTED if cell.name in WITH_DRAFTS], ids=lambda cell: cell.name)
+def test_cell_with_drafts(stages_of: Callable[[str], Stages], cell: Cell) -> None:
+    stages = stages_of("drafting")
+    stages.play(cell)
+    assert stages.accepted_drafts()
