@@ -179,7 +179,8 @@ def test_nobody_can_tell_which_node_has_drafted(slow_tiny_model: Path) -> None:
         text = answer.choices[0].text
         # It comes in the middle of what a step with drafts gives, wherever that is.
         stops = {f"stopped at {at}": text[at : at + 3] for at in range(len(text) // 2, len(text) // 2 + 5)}
-        pair.bodies |= {name: {**pair.bodies["list"], "stop": [stop]} for name, stop in stops.items()}
+        more = {"logprobs": 1, "return_token_ids": True, "stream_options": {"include_usage": True}}
+        pair.bodies |= {name: {**pair.bodies["list"], **more, "stop": [stop]} for name, stop in stops.items()}
         wanted = {name: client.answer() for name, client in pair.asked("plain").items()}
         others = pair.others()
         assert drafts(pair.nodes["plain"]) == (0, 0)
