@@ -118,7 +118,7 @@ def test_a_wait_counts_a_pause_once() -> None:
 RANK = """
 import sys, torch
 from pdserve.models.tp.rank_board import RankBoard
-from pdserve.models.tp.shared_memory_group import SharedMemoryGroup
+from pdserve.models.tp.tp_groups import SharedMemoryGroup
 group = SharedMemoryGroup(RankBoard(int(sys.argv[1])), 0, 2, 0.5)
 print("ready", flush=True)
 sys.stdin.readline()

@@ -471,7 +471,7 @@ def rank_model(cache: CacheShape, kv_heads: int, pace: Callable[[SimProcess], Pa
         ),
         "pdserve__models__rank_cache__cache_place": lambda *_: ((), 0),
         "pdserve__engine__kv_connector__transfer_memory__shared_memory": lambda *_: None,
-        "pdserve__models__tp__tp_opening__open_group": SimGroup.open,
+        "pdserve__models__tp__tp_groups__open_group": SimGroup.open,
         "pdserve__engine__tp__tp_runner__open_group": SimGroup.open,
         # It would begin to look for garbage in the middle of the run.
         "pdserve__engine__tp__rank_program__loading_libraries": nullcontext,

@@ -15,7 +15,7 @@ from pdserve.models.checkpoint.config_reading import read_decoder_config
 from pdserve.models.runner import CudaGraphs, ModelRunner, StepRow
 from pdserve.models.tp.rank_board import RankBoard
 from pdserve.models.tp.shares import ALONE
-from pdserve.models.tp.torch_group import NcclGroup
+from pdserve.models.tp.tp_groups import NcclGroup
 from pdserve_kernels.triton.triton_kernels import TritonKernels
 from tests.tiny_models import VOCAB_SIZE, save_tiny_model
 

@@ -21,7 +21,7 @@ from pdserve.models.checkpoint.config_reading import read_decoder_config
 from pdserve.models.runner import DraftRow, ModelRunner, StepRow
 from pdserve.models.tp.rank_board import RankBoard
 from pdserve.models.tp.shares import ALONE, TpGroup
-from pdserve.models.tp.tp_opening import open_group
+from pdserve.models.tp.tp_groups import open_group
 from pdserve_kernels.cpu.torch_kernels import TorchKernels
 from tests.models.grouped_runner import GroupedRunner
 

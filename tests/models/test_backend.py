@@ -10,8 +10,8 @@ import torch
 from pdserve.config import Device, TpBackend
 from pdserve.errors import ConfigError
 from pdserve.models.backend import choose_device, open_backend
-from pdserve.models.tp import tp_opening
-from pdserve.models.tp.tp_opening import tp_backend
+from pdserve.models.tp import tp_groups
+from pdserve.models.tp.tp_groups import tp_backend
 from pdserve_kernels.cpu.torch_kernels import TorchKernels
 from pdserve_kernels.triton.triton_kernels import TritonKernels
 
@@ -83,7 +83,7 @@ def test_a_gpu_that_cannot_be_used_is_refused(monkeypatch: pytest.MonkeyPatch, g
 def test_how_ranks_add_up(
     monkeypatch: pytest.MonkeyPatch, asked: TpBackend, device: str, ordered: bool, wanted: TpBackend
 ) -> None:
-    monkeypatch.setattr(tp_opening, "ordered_stores", lambda: ordered)
+    monkeypatch.setattr(tp_groups, "ordered_stores", lambda: ordered)
     assert tp_backend(asked, torch.device(device)) is wanted
 
 
@@ -100,6 +100,6 @@ def test_how_ranks_add_up(
 def test_a_way_to_add_up_that_does_not_fit_is_refused(
     monkeypatch: pytest.MonkeyPatch, asked: TpBackend, device: str, ordered: bool, why: str
 ) -> None:
-    monkeypatch.setattr(tp_opening, "ordered_stores", lambda: ordered)
+    monkeypatch.setattr(tp_groups, "ordered_stores", lambda: ordered)
     with pytest.raises(ConfigError, match=why):
         tp_backend(asked, torch.device(device))

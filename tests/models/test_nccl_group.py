@@ -18,7 +18,7 @@ import torch.distributed
 from pdserve.errors import ConfigError, RankLost
 from pdserve.models.backend import CPU
 from pdserve.models.tp.rank_board import RankBoard
-from pdserve.models.tp.torch_group import NcclGroup
+from pdserve.models.tp.tp_groups import NcclGroup
 
 TIMEOUT_S = 0.2
 

@@ -104,7 +104,7 @@ def run_rank(launch: RankLaunch, channel: OrderChannel, life: LifeBoard) -> None
         from pdserve.models.checkpoint.config_reading import read_decoder_config
         from pdserve.models.checkpoint.gguf.file import forget_gguf
         from pdserve.models.rank_cache import cache_place
-        from pdserve.models.tp.tp_opening import open_group
+        from pdserve.models.tp.tp_groups import open_group
 
     torch.set_num_threads(launch.threads)
     config = launch.config

@@ -13,7 +13,7 @@ from pdserve.engine.tp.tp_ranks import Ranks
 from pdserve.errors import RankLost
 from pdserve.models.runner import DraftRow, Graph, ModelRunner, Score, StepRow
 from pdserve.models.tp.shares import ALONE, TpGroup
-from pdserve.models.tp.tp_opening import open_group
+from pdserve.models.tp.tp_groups import open_group
 from pdserve.wire.rank import Arrived, Capture, Captured, Clear, CopyBlocks
 from pdserve_kernels.contract import GraphKernels
 
