@@ -24,8 +24,13 @@ from pdserve.engine.kv_connector.kv_return import ReturnFetcher, ReturnOffers
 from pdserve.engine.kv_connector.prompt_fetcher import PromptFetcher
 from pdserve.engine.kv_connector.prompt_pusher import PromptPusher, PushSchedule
 from pdserve.engine.kv_connector.staging.block_copier import BlockCopier, RanksCopier, copy_kernels
-from pdserve.engine.kv_connector.staging.staged_transfers import BlocksToSend, LandedBlocks, StagedTransfers
-from pdserve.engine.kv_connector.staging.staging_blocks import StagingBlocks, StagingIds
+from pdserve.engine.kv_connector.staging.staged_transfers import (
+    BlocksToSend,
+    LandedBlocks,
+    StagedTransfers,
+    StagingBlocks,
+    StagingIds,
+)
 from pdserve.engine.kv_connector.transfer_memory import CacheParts, open_memory
 from pdserve.engine.kv_connector.transfers import Fetches, Pushes, Transfers
 from pdserve.engine.placement.placement import Placement

@@ -10,8 +10,12 @@ import torch
 
 from pdserve.config import TransferConfig
 from pdserve.engine.kv_connector.staging.block_copier import BlockCopier, copy_kernels
-from pdserve.engine.kv_connector.staging.staged_transfers import BlocksToSend, LandedBlocks, StagedTransfers
-from pdserve.engine.kv_connector.staging.staging_blocks import StagingBlocks
+from pdserve.engine.kv_connector.staging.staged_transfers import (
+    BlocksToSend,
+    LandedBlocks,
+    StagedTransfers,
+    StagingBlocks,
+)
 from pdserve.engine.kv_connector.transfer_memory import region_of
 from pdserve.wire.ids import TransferId, new_id
 from pdserve.wire.terms import PrefillTarget

@@ -10,8 +10,13 @@ import torch
 
 from pdserve.config import KvStaging, TransferConfig
 from pdserve.engine.kv_connector.staging.block_copier import BlockCopier, copy_kernels
-from pdserve.engine.kv_connector.staging.staged_transfers import BlocksToSend, LandedBlocks, StagedTransfers
-from pdserve.engine.kv_connector.staging.staging_blocks import StagingBlocks, StagingIds
+from pdserve.engine.kv_connector.staging.staged_transfers import (
+    BlocksToSend,
+    LandedBlocks,
+    StagedTransfers,
+    StagingBlocks,
+    StagingIds,
+)
 from pdserve.engine.kv_connector.transfer_memory import open_memory
 from pdserve.settings import cache_folder
 from pdserve.wire.cache_groups import GroupBlock, GroupSpec, laid_out, moved_blocks

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdserve.engine.kv_connector.staging.staged_transfers import StagedTransfers
-from pdserve.engine.kv_connector.staging.staging_blocks import StagingBlocks
+from pdserve.engine.kv_connector.staging.staged_transfers import StagedTransfers, StagingBlocks
 from pdserve.wire.ids import TransferId, new_id
 from pdserve.wire.sampling_params import SampledToken, SamplingParams
 from pdserve.wire.terms import PrefillTarget

@@ -7,7 +7,7 @@ from random import Random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve.engine.kv_connector.staging.staging_blocks import StagingBlocks
+from pdserve.engine.kv_connector.staging.staged_transfers import StagingBlocks
 from pdserve.wire.ids import TransferId, new_id
 
 HERE, THERE = b"here", b"there"
