@@ -33,7 +33,7 @@ from pdserve.models.checkpoint.decoder_config import FallbackConfig
 from pdserve.models.checkpoint.weights import Checkpoint
 from pdserve.models.decoder import build_decoder
 from pdserve.models.fallback.hf_check import InFp32, Product, watch_products
-from pdserve.models.fallback.hf_loading import load_hf_model, with_other_settings
+from pdserve.models.fallback.hf_decoder import load_hf_model, with_other_settings
 from pdserve.models.parts.projections import Building
 from pdserve.models.runner import StepRow
 from pdserve_kernels.cpu.torch_kernels import TorchKernels

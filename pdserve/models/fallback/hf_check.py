@@ -24,8 +24,7 @@ import torch
 
 from pdserve.errors import ModelError
 from pdserve.models.checkpoint.decoder_config import FallbackConfig
-from pdserve.models.fallback.hf_decoder import HfDecoder
-from pdserve.models.fallback.hf_loading import check_tensors, load_hf_model, with_other_settings
+from pdserve.models.fallback.hf_decoder import HfDecoder, check_tensors, load_hf_model, with_other_settings
 from pdserve_kernels.contract import AttentionRow, Kernels
 from pdserve_kernels.kv_layout import KvLayout
 
