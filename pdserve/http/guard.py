@@ -38,10 +38,10 @@ from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from pdserve.errors import InvalidRequest, Unavailable
-from pdserve.http.cross_origin import CrossOrigin
 from pdserve.http.errors import error_body
 from pdserve.http.outlet import OUTLET, Outlet
 from pdserve.http.request import REQUEST_ID_HEADER, request_label
+from pdserve.http.routes import CrossOrigin
 from pdserve.patience import LAST_LOOK_S, PatientTimer
 
 log = logging.getLogger(__name__)

@@ -3,7 +3,7 @@
 A request has a label, the ``x-request-id`` that clients and logs see. It is never a key.
 
 A browser sends the body of any page to any server, this one on loopback included, if the body's type is one that forms
-have. For other types it asks the server first (``pdserve.http.cross_origin``). So a page's body has to be of JSON's own
+have. For other types it asks the server first (``pdserve.http.routes``). So a page's body has to be of JSON's own
 type, and text is taken from nobody. Browsers name the origin of such a page; tools like ``curl -d``, which send JSON as
 a form, name none.
 """

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from pdserve.config import HttpConfig
-from pdserve.http.cross_origin import CrossOrigin, preflight_fields
 from pdserve.http.request import HttpRequest
-from pdserve.http.routes import DirectRoutes, quart_app
+from pdserve.http.routes import CrossOrigin, DirectRoutes, preflight_fields, quart_app
 from tests.api.plain_http import Answer, send
 from tests.http.http_serving import http_serving
 
