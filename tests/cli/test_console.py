@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from pdserve.cli.up.console import Console
+from pdserve.cli.up.output import Console
 from pdserve.config import LogLevel
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.cli.up import server_logs as module
-from pdserve.cli.up.server_logs import AGAIN_S, REMEMBERED_RUNS, ServerLogs, server_logs
+from pdserve.cli.up import output as module
+from pdserve.cli.up.output import AGAIN_S, REMEMBERED_RUNS, ServerLogs, server_logs
 
 
 def test_each_server_has_a_file_that_only_the_user_can_read(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.cli.up.cluster import LocalCluster, NodePlan
-from pdserve.cli.up.console import Console
+from pdserve.cli.up.output import Console
 from pdserve.cli.up.supervised_server import FIRST_PAUSE_S, MAX_RESTARTS, STEADY_S, Restarts, SupervisedServer
 from pdserve.config import HttpConfig
 from pdserve.process import ChildDied

@@ -20,8 +20,8 @@ from urllib.parse import urlsplit
 import aiohttp
 import msgspec
 
-from pdserve.cli.up.console import Console
 from pdserve.cli.up.kernel_compiler import nothing_compiled
+from pdserve.cli.up.output import Console
 from pdserve.cli.up.supervised_server import SupervisedServer
 from pdserve.compiled_library import Compiling
 from pdserve.config import ClusterConfig, HttpConfig, LogLevel, NodeConfig, Switch, UpConfig

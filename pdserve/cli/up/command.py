@@ -21,9 +21,8 @@ from pdserve.cli.chat.server import Access, AskFailed, Server, ask, latency_line
 from pdserve.cli.servers import check_http
 from pdserve.cli.start_checks import check_model, check_positions
 from pdserve.cli.up.cluster import LocalCluster, child_environ, plan_nodes
-from pdserve.cli.up.console import Console
 from pdserve.cli.up.kernel_compiler import compiling_kernels, may_have_gpu
-from pdserve.cli.up.server_logs import server_logs
+from pdserve.cli.up.output import Console, server_logs
 from pdserve.compiled_library import Compiling
 from pdserve.config import HttpConfig, LogLevel, NodeConfig, ProxyConfig, Switch, UpConfig
 from pdserve.http.tls import trusting_only

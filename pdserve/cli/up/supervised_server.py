@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import aiohttp
 
-from pdserve.cli.up.console import Console
+from pdserve.cli.up.output import Console
 from pdserve.liveness import Motion, Silence, motion_of
 from pdserve.process import ChildDied, ServerProcess
 
