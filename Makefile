@@ -19,7 +19,8 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3; do \
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done)
 VENV := .venv
 BIN := $(VENV)/bin
-WORKERS ?= 2
+# Half of them run clusters, and half run tests that wait for most of their time: together they keep two cores busy.
+WORKERS ?= 4
 # In the order that tests/conftest.py makes: what takes long begins first.
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --no-loadscope-reorder
 AGAIN = echo "What failed runs once more, alone." && $(BIN)/python -m pytest --last-failed --last-failed-no-failures none --maxfail 1
@@ -49,8 +50,6 @@ lint: $(STAMP)
 	$(BIN)/mypy pdserve proxy kvtransfer kernels benchmarks lab tests examples
 	$(BIN)/lint-imports
 
-# These tests wait for clocks and sockets for half of their time, so four processes keep two cores busy.
-check: WORKERS := 4
 check: lint
 	$(PYTEST) -m "not integration and not nightly and not deploy" --hypothesis-profile=quick $(ARGS)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from xdist.scheduler import LoadScopeScheduling
+from xdist.workermanage import WorkerController
 
 from pdserve.config import CpuKernels
 from pdserve.settings import cache_folder
@@ -46,12 +47,16 @@ def _folder(item: pytest.Item) -> str:
 
 
 def _longest_first(items: list[pytest.Item]) -> None:
-    """Orders modules so that all processes of ``pytest -n`` end together: what takes long begins first.
+    """Orders modules so that all processes of ``pytest -n`` end together: what takes long is at the beginning.
 
     A folder with a shared cluster takes minutes in one process. A module without the mark takes seconds.
     """
     long = {item.path for item in items if item.get_closest_marker("integration")}
-    items.sort(key=lambda item: (_folder(item) not in ONE_CLUSTER, item.path not in long))
+
+    def order(item: pytest.Item) -> tuple[bool, bool, bool]:
+        return _folder(item) not in ONE_CLUSTER, _folder(item) not in INTEGRATION, item.path not in long
+
+    items.sort(key=order)
 
 
 def pytest_configure() -> None:
@@ -72,12 +77,22 @@ def pytest_sessionfinish() -> None:
 
 
 class ByModule(LoadScopeScheduling):  # type: ignore[misc]
-    """Runs a module's tests in one process, in their order. A folder that shares a cluster counts as one module."""
+    """Runs a module's tests in one process, in their order. A folder that shares a cluster counts as one module.
+
+    Half of the processes take modules from the beginning, and the others from the end. The first ones run clusters, and
+    keep the cores busy. The others run tests of one process, which wait for clocks and sockets for half of their time.
+    So there are never more clusters than half of the processes, for as long as there are other tests.
+    """
 
     def _split_scope(self, nodeid: str) -> str:
         module = nodeid.split("::", 1)[0]
         folder = Path(module).parts[1] if module.startswith("tests/") else ""
         return folder if folder in ONE_CLUSTER else module
+
+    def _assign_work_unit(self, node: WorkerController) -> None:
+        if int(node.gateway.id.removeprefix("gw")) % 2:
+            self.workqueue.move_to_end(next(reversed(self.workqueue)), last=False)
+        super()._assign_work_unit(node)
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Callable[..., object]) -> ByModule:
