@@ -40,6 +40,8 @@ WHOLE = answer(PROMPT, SEED, 40, 64)
 TOKENS = 40
 CUT_TOKENS = 24
 """The tokens of an answer that is cut at every place: six blocks, and more than any ``min_tokens``."""
+APART = 5
+"""Answers that go on beside each other are cut so many tokens apart."""
 NUM_BLOCKS = 200
 EVERYTHING: dict[str, Any] = {
     "temperature": 1.1,
@@ -108,10 +110,13 @@ def test_an_answer_goes_on_after_any_number_of_its_tokens(folder: Path, runner: 
         one = asked(name, max_tokens=CUT_TOKENS)
         whole = only(client.together([one]))
         assert len(whole.tokens) > 5 or name == "stop token"
-        for known in range(len(whole.tokens) + 1):
+        cuts = range(len(whole.tokens) + 1)
+        for several in (cuts[start::APART] for start in range(APART)):
             # A salt of its own makes the engine a fresh one.
-            got = only(client.together([one], f"{known}", [[whole.tokens[:known]]]))
-            check_rest(got, whole, known)
+            emitted = [[whole.tokens[:known]] for known in several]
+            answers = client.together([one] * len(several), f"{several.start}", emitted)
+            for got, known in zip(answers.values(), several, strict=True):
+                check_rest(got, whole, known)
 
 
 @pytest.mark.parametrize("prefix_cache", [False, True])

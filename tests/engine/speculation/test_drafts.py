@@ -79,6 +79,12 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return save_tiny_model("llama", into) if request.param == "llama" else save_tiny(request.param, into)
 
 
+@pytest.fixture(scope="module")
+def plain(folder: Path) -> list[Answer]:
+    """What the model answers to ``asked_together`` without drafts."""
+    return answered(folder, asked_together(), OFF)[0]
+
+
 def asked_together() -> Asked:
     """Requests with each feature, some of them with several answers."""
     return [
@@ -120,9 +126,10 @@ def check_same(got: Sequence[Answer], wanted: Sequence[Answer]) -> None:
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["one after another", "ahead"])
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0], ids=["right", "mixed", "wrong"])
-def test_drafts_change_no_answer(folder: Path, monkeypatch: pytest.MonkeyPatch, share: float, overlap: bool) -> None:
+def test_drafts_change_no_answer(
+    folder: Path, plain: list[Answer], monkeypatch: pytest.MonkeyPatch, share: float, overlap: bool
+) -> None:
     asked = asked_together()
-    plain, _ = answered(folder, asked, OFF)
     force(monkeypatch, texts(asked, plain), share)
     got, stats = answered(folder, asked, ON, overlap)
     check_same(got, plain)
@@ -172,9 +179,10 @@ class Spoiling(ModelRunner):
         return logits
 
 
-def test_a_wrong_draft_that_is_not_finite_leaves_nothing_behind(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_draft_that_is_not_finite_leaves_nothing_behind(
+    folder: Path, plain: list[Answer], monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked = asked_together()
-    plain, _ = answered(folder, asked, OFF)
     force(monkeypatch, texts(asked, plain), share=1.0)
     config = read_decoder_config(folder)
     bounded = [NUM_BLOCKS] * (len(layer_groups(config).groups) - 1)

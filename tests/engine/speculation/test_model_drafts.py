@@ -22,7 +22,7 @@ from tests.engine.speculation.test_drafts import (
     check_same,
     texts,
 )
-from tests.engine.test_step_loop import engine, prompt
+from tests.engine.test_step_loop import Answer, engine, prompt
 from tests.models.tiny_drafting import ReferenceDrafts, save_tiny_drafting
 
 pytestmark = pytest.mark.integration  # for the seconds that it takes
@@ -42,6 +42,12 @@ def case(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module")
 def folder(case: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_drafting(case, tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def plain(folder: Path) -> list[Answer]:
+    """What the model answers to ``asked_together`` without drafts."""
+    return answered(folder, asked_together(), OFF)[0]
 
 
 @pytest.fixture
@@ -104,9 +110,8 @@ def test_drafts_follow_from_a_prompt_whose_answers_ended_with_its_last_step(
     assert right >= 0.8 * len(found) > 20
 
 
-def test_drafts_of_the_model_change_no_answer(folder: Path, drafted: Drafted) -> None:
+def test_drafts_of_the_model_change_no_answer(folder: Path, plain: list[Answer], drafted: Drafted) -> None:
     asked = asked_together()
-    plain, _ = answered(folder, asked, OFF)
     with engine(folder, False, 160, scheduler=MTP, drafts=True) as client:
         got = list(client.together(asked).values())
         counts = client.stats_asked_for(1).scheduler
@@ -115,10 +120,9 @@ def test_drafts_of_the_model_change_no_answer(folder: Path, drafted: Drafted) ->
 
 
 def test_right_drafts_of_the_model_are_accepted(
-    folder: Path, drafted: Drafted, monkeypatch: pytest.MonkeyPatch
+    folder: Path, plain: list[Answer], drafted: Drafted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = asked_together()
-    plain, _ = answered(folder, asked, OFF)
     known = texts(asked, plain)
     put = Speculation.put
 
