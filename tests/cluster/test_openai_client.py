@@ -107,7 +107,8 @@ def test_messages_of_anthropic_s_form(pd_cluster: ServedCluster, answer: str) ->
     assert reply["content"][0]["text"] == answer
     counted = http(pd_cluster.url + "/v1/messages/count_tokens", body).json()
     usage = reply["usage"]
-    assert counted["input_tokens"] == usage["input_tokens"] + usage["cache_read_input_tokens"]
+    cached = usage["cache_creation_input_tokens"] + usage["cache_read_input_tokens"]
+    assert counted["input_tokens"] == usage["input_tokens"] + cached
 
 
 def test_completion_and_its_stream_agree(pd_cluster: ServedCluster) -> None:

@@ -19,7 +19,7 @@ ONLY = ("greedy", "several", "several in whole")
 @pytest.fixture(scope="module")
 def model(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Returns a model of many layers, whose heads can be divided among two ranks."""
-    shape = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 24, "vocab_size": 49_152}
+    shape = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 24, "vocab_size": 4_096}
     return save_tiny_chat_model(demo_model, tmp_path_factory.mktemp("tiny"), **shape)
 
 

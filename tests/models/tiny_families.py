@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,7 +15,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig,
 
 from pdserve.models.checkpoint.safetensors.files import SafetensorsFiles
 from pdserve.models.table import FAMILIES
-from tests.tiny_models import LLAMA3_ROPE, SHAPE, WINDOW
+from tests.tiny_models import LLAMA3_ROPE, SHAPE, WINDOW, add_chat_tokenizer
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 KINDS = [SLIDING, FULL, SLIDING]
@@ -309,15 +308,8 @@ def save_tiny(case: str, folder: Path, **changes: object) -> Path:
 
 
 def save_tiny_chat_family(tokenizer: Path, case: str, folder: Path, **changes: object) -> Path:
-    """Saves what ``save_tiny`` does, with the tokenizer and chat template in the folder ``tokenizer``."""
+    """Saves what ``save_tiny`` does, with what ``add_chat_tokenizer`` gives it."""
     return add_chat_tokenizer(tokenizer, save_tiny(case, folder, **changes))
-
-
-def add_chat_tokenizer(tokenizer: Path, folder: Path) -> Path:
-    """Gives a model the tokenizer and chat template in the folder ``tokenizer``."""
-    for path in (*tokenizer.glob("*token*.json"), *tokenizer.glob("chat_template*")):
-        shutil.copy(path, folder)
-    return folder
 
 
 def families_without_a_case() -> set[str]:
