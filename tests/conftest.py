@@ -49,12 +49,16 @@ def _folder(item: pytest.Item) -> str:
 def _longest_first(items: list[pytest.Item]) -> None:
     """Orders modules so that all processes of ``pytest -n`` end together: what takes long is at the beginning.
 
-    A folder with a shared cluster takes minutes in one process. A module without the mark takes seconds.
+    A folder with a shared cluster takes minutes in one process, and so do tests with a timeout of their own. A module
+    without the mark takes seconds.
     """
+    wanted = [item for item in items if not item.get_closest_marker("nightly")]
+    longest = {item.path for item in wanted if item.get_closest_marker("timeout")}
     long = {item.path for item in items if item.get_closest_marker("integration")}
 
-    def order(item: pytest.Item) -> tuple[bool, bool, bool]:
-        return _folder(item) not in ONE_CLUSTER, _folder(item) not in INTEGRATION, item.path not in long
+    def order(item: pytest.Item) -> tuple[bool, ...]:
+        folder = _folder(item)
+        return folder not in ONE_CLUSTER, item.path not in longest, folder not in INTEGRATION, item.path not in long
 
     items.sort(key=order)
 
