@@ -513,7 +513,7 @@ def share_interpreter() -> None:
 def loading_libraries() -> Iterator[None]:
     """Keeps Python from looking for garbage while libraries load, and afterwards from ever looking at them again.
 
-    The search takes a tenth of the time that loading torch takes. Later it would delay tokens, and find nothing.
+    The search takes a tenth of the time that loading takes. Later it would delay tokens, and find nothing.
     """
     gc.disable()
     try:

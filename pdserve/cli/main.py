@@ -11,7 +11,7 @@ from collections.abc import Callable, MutableMapping, Sequence
 
 from pdserve.errors import ConfigError, ModelError, PdserveError
 from pdserve.printable import printable
-from pdserve.process import die_with_parent
+from pdserve.process import die_with_parent, loading_libraries
 from pdserve.settings.sources import suggestion
 
 SUBCOMMANDS = {
@@ -137,7 +137,9 @@ def _run(name: str, argv: Sequence[str], environ: MutableMapping[str, str]) -> i
 
     def subcommand() -> int:
         module, function = _RUNS[name]
-        status: int = getattr(importlib.import_module(module), function)(argv, environ)
+        with loading_libraries():
+            run = getattr(importlib.import_module(module), function)
+        status: int = run(argv, environ)
         return status
 
     return status_of(f"pdserve {name}", subcommand)

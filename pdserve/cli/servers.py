@@ -16,7 +16,7 @@ from functools import partial
 
 from pdserve.config import HttpConfig, NodeConfig, ProxyConfig
 from pdserve.errors import ConfigError
-from pdserve.process import set_up_logging
+from pdserve.process import loading_libraries, set_up_logging
 from pdserve.settings import cache_folder, load, resolve_secret, state_folder
 from pdserve.wire.discovery import Role
 
@@ -60,8 +60,9 @@ def run_node(role: Role, argv: Sequence[str], environ: Mapping[str, str]) -> int
     secret = read_secret()
 
     # Neither a mistake above nor a proxy needs these, which read models.
-    from pdserve.cli.start_checks import check_node
-    from pdserve.hub.finding import FoundModel, known_model
+    with loading_libraries():
+        from pdserve.cli.start_checks import check_node
+        from pdserve.hub.finding import FoundModel, known_model
 
     set_up_logging(config.log, "api", node=config.discovery.name)
     cache_dir = cache_folder(environ)
@@ -79,7 +80,8 @@ def run_node(role: Role, argv: Sequence[str], environ: Mapping[str, str]) -> int
     name = config.model.served_model_name or found.name
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, served_model_name=name))
 
-    from pdserve.api.node.server import serve
+    with loading_libraries():
+        from pdserve.api.node.server import serve
 
     return serve(role, config, secret, found.path, cache_dir, read_secret=read_secret)
 
@@ -113,7 +115,8 @@ def run_proxy(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     read_secret = partial(resolve_secret, config.security, binds, state_folder(environ))
     secret = read_secret()
 
-    from pdserve_proxy.server import serve
+    with loading_libraries():
+        from pdserve_proxy.server import serve
 
     return serve(config, secret, read_secret)
 
