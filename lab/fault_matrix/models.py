@@ -13,7 +13,8 @@ from pdserve.models.checkpoint.weight_form import ITEM_BYTES
 from pdserve.models.layer_groups import Load, group_blocks, group_sizes
 from tests.hosts.cluster import tiny_model
 from tests.models.tiny_drafting import answering_with, save_tiny_drafting
-from tests.models.tiny_families import FULL, SLIDING, add_chat_tokenizer, save_tiny_chat_family
+from tests.models.tiny_families import FULL, SLIDING, save_tiny_chat_family
+from tests.tiny_models import add_chat_tokenizer
 
 MAX_REQUESTS = 8
 STEP_TOKENS = 128

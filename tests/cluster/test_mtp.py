@@ -21,8 +21,7 @@ from tests.cluster.test_role_switch import command
 from tests.eventually import eventually
 from tests.faults.test_node_death import kill
 from tests.models.tiny_drafting import answering_with, save_tiny_drafting
-from tests.models.tiny_families import add_chat_tokenizer
-from tests.tiny_models import Reference, random_prompt
+from tests.tiny_models import Reference, add_chat_tokenizer, random_prompt
 
 FEW, SEEN = 24, 100
 PROMPTS = [random_prompt(length, seed=length) for length in (5, 37, 60, 100)]
