@@ -30,17 +30,12 @@ class Pause(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=
     to_s: float
 
 
-class SeenRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """One request at the proxy, under way or just ended."""
+class RequestProgress(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, gc=False):
+    """How far one request is, as its proxy remembers it and as it shows it."""
 
-    id: str
-    route: str
-    stage: RequestStage
+    request_id: str = msgspec.field(name="id")
+    path: str = msgspec.field(name="route")
     arrived_s: float
-    decode: str = ""
-    """The name of the node of its last attempt."""
-    prefill: str = ""
-    """The name of the prefill node that this attempt's ticket named. The decode node may have computed the prompt."""
     sent_s: float | None = None
     """When its first attempt began."""
     prompt_done_s: float | None = None
@@ -52,6 +47,16 @@ class SeenRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
     ended_s: float | None = None
     outcome: str = ""
     status: int = 0
+
+
+class RequestView(RequestProgress, frozen=True, kw_only=True):
+    """One request at the proxy, under way or just ended, as those see it who watch the cluster."""
+
+    stage: RequestStage
+    decode: str = ""
+    """The name of the node of its last attempt."""
+    prefill: str = ""
+    """The name of the prefill node that this attempt's ticket named. The decode node may have computed the prompt."""
 
 
 class IncidentKind(enum.Enum):
@@ -92,9 +97,9 @@ class RelayStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     stages: dict[RequestStage, int]
     """How many requests there are at each stage, however many of them are listed."""
-    under_way: tuple[SeenRequest, ...]
+    under_way: tuple[RequestView, ...]
     """Those that came first."""
-    ended: tuple[SeenRequest, ...]
+    ended: tuple[RequestView, ...]
     """Those that ended last, the last one at the end."""
     outcomes: dict[str, int]
     """How many requests have ended since the process started, by outcome."""

@@ -11,21 +11,21 @@ import msgspec
 import pytest
 
 from pdserve.cli.watch.trace import failed, slowest, table
-from pdserve.wire.status import Incident, IncidentKind, RequestStage, SeenRequest
+from pdserve.wire.status import Incident, IncidentKind, RequestStage, RequestView
 from pdserve_proxy.status.report import StatusReport
 from tests.cli.in_process import call
 from tests.cli.test_top_screen import report
 from tests.processes import pdserve
 
 
-def ended(name: str, arrived_s: float, total_s: float, outcome: str = "ok", status: int = 200) -> SeenRequest:
-    return SeenRequest(
+def ended(name: str, arrived_s: float, total_s: float, outcome: str = "ok", status: int = 200) -> RequestView:
+    return RequestView(
         name,
         "/v1/completions",
-        RequestStage.ENDED,
         arrived_s,
-        "decode-0",
-        "prefill-0",
+        stage=RequestStage.ENDED,
+        decode="decode-0",
+        prefill="prefill-0",
         prompt_done_s=arrived_s + 0.5,
         first_token=True,
         ended_s=arrived_s + total_s,
@@ -34,7 +34,7 @@ def ended(name: str, arrived_s: float, total_s: float, outcome: str = "ok", stat
     )
 
 
-def listing(*requests: SeenRequest, incidents: tuple[Incident, ...] = ()) -> StatusReport:
+def listing(*requests: RequestView, incidents: tuple[Incident, ...] = ()) -> StatusReport:
     return msgspec.structs.replace(report(incidents=incidents), ended=requests)
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from pdserve.cli.watch.top import ScreenSize, amount, duration, render
 from pdserve.wire.cache_groups import Keep
-from pdserve.wire.status import Incident, IncidentKind, RequestStage, SeenRequest
+from pdserve.wire.status import Incident, IncidentKind, RequestStage, RequestView
 from pdserve_proxy.status.report import GroupStatus, Latencies, NodeStatus, Rates, StatusReport
 from pdserve_proxy.status.throughput import Percentiles
 from tests.examples import examples
@@ -31,7 +31,7 @@ def node(name: str, **changes: object) -> NodeStatus:
 
 
 def report(
-    nodes: tuple[NodeStatus, ...] = (), under_way: tuple[SeenRequest, ...] = (), incidents: tuple[Incident, ...] = ()
+    nodes: tuple[NodeStatus, ...] = (), under_way: tuple[RequestView, ...] = (), incidents: tuple[Incident, ...] = ()
 ) -> StatusReport:
     return StatusReport(
         version="0.1.0",
@@ -53,8 +53,8 @@ def report(
     )
 
 
-def request(name: str = "r1") -> SeenRequest:
-    return SeenRequest(name, "/v1/completions", RequestStage.ANSWER, 92.5, "decode-0", "prefill-0")
+def request(name: str = "r1") -> RequestView:
+    return RequestView(name, "/v1/completions", 92.5, stage=RequestStage.ANSWER, decode="decode-0", prefill="prefill-0")
 
 
 @pytest.mark.parametrize("number", [5, 12, 13, 100])

@@ -31,7 +31,7 @@ from pdserve.wire.sampling_params import (
     SamplingParams,
     TokenLogprobs,
 )
-from pdserve.wire.status import Incident, IncidentKind, Pause, RelayStatus, RequestStage, SeenRequest
+from pdserve.wire.status import Incident, IncidentKind, Pause, RelayStatus, RequestStage, RequestView
 from pdserve.wire.terms import (
     AnswerIdentity,
     EventPlace,
@@ -96,7 +96,7 @@ SUSPECTED = proxy_workers.Suspected(
 )
 STATUS = RelayStatus(
     stages={RequestStage.ANSWER: 1},
-    under_way=(SeenRequest("r", "/v1/completions", RequestStage.ANSWER, 9.5, pauses=(Pause(9.6, 9.7),)),),
+    under_way=(RequestView("r", "/v1/completions", 9.5, stage=RequestStage.ANSWER, pauses=(Pause(9.6, 9.7),)),),
     ended=(),
     outcomes={"ok": 1},
     incidents=(Incident(IncidentKind.NODE_LOST, 9.5, "no heartbeat", "decode-0"),),

@@ -28,7 +28,7 @@ from pdserve.printable import printable_line
 from pdserve.settings import load
 from pdserve.signals import StopSignals, stop_signals
 from pdserve.wire.cache_groups import Keep
-from pdserve.wire.status import Incident, IncidentKind, SeenRequest
+from pdserve.wire.status import Incident, IncidentKind, RequestView
 from pdserve_proxy.credentials import read_api_keys
 from pdserve_proxy.status.report import GroupStatus, NodeStatus, StatusAnswer, StatusReport
 from pdserve_proxy.status.throughput import Percentiles
@@ -200,9 +200,9 @@ def _requests(report: StatusReport, lines_left: int) -> list[_Line]:
     return [*lines, (_QUIET, f"{hidden} more")] if hidden > 0 else lines
 
 
-def _request(one: SeenRequest, now_s: float) -> tuple[str, str, str, str]:
+def _request(one: RequestView, now_s: float) -> tuple[str, str, str, str]:
     nodes = " → ".join(printable_line(name) for name in (one.prefill, one.decode) if name)
-    return printable_line(one.id)[:36], one.stage.value, nodes or "–", duration(now_s - one.arrived_s)
+    return printable_line(one.request_id)[:36], one.stage.value, nodes or "–", duration(now_s - one.arrived_s)
 
 
 def _incidents(report: StatusReport, lines_left: int) -> list[_Line]:

@@ -25,7 +25,7 @@ from pdserve.errors import ConfigError
 from pdserve.http.tls import Trust, read_authorities
 from pdserve.printable import printable
 from pdserve.settings import load
-from pdserve.wire.status import IncidentKind, SeenRequest
+from pdserve.wire.status import IncidentKind, RequestView
 from pdserve.wire.timeline import Gaps, Moment, MomentKind, Phase, PhaseKind, ProcessKind, RequestLane, Timeline
 from pdserve_proxy.credentials import read_api_keys
 from pdserve_proxy.relay.outcomes import has_failed
@@ -345,7 +345,9 @@ def failed(report: StatusReport, count: int) -> list[RecentRequest]:
     """
     incidents = [one for one in report.incidents if one.kind is IncidentKind.REQUEST_FAILED and one.request]
     why = {one.request: one.text for one in incidents}
-    listed = [_recent(one, report, why.get(one.id, "")) for one in report.ended if has_failed(one.status, one.outcome)]
+    listed = [
+        _recent(one, report, why.get(one.request_id, "")) for one in report.ended if has_failed(one.status, one.outcome)
+    ]
     known = {one.id for one in listed}
     others = [
         RecentRequest(one.request, _unix_s(one.at_s, report), decode=one.node, why=one.text)
@@ -355,11 +357,11 @@ def failed(report: StatusReport, count: int) -> list[RecentRequest]:
     return sorted([*listed, *others], key=lambda one: one.came, reverse=True)[:count]
 
 
-def _recent(one: SeenRequest, report: StatusReport, why: str = "") -> RecentRequest:
+def _recent(one: RequestView, report: StatusReport, why: str = "") -> RecentRequest:
     first_s = one.prompt_done_s if one.first_token else None
     outcome = f"{one.outcome} {one.status}" if one.status else one.outcome
     return RecentRequest(
-        one.id,
+        one.request_id,
         _unix_s(one.arrived_s, report),
         None if first_s is None else first_s - one.arrived_s,
         None if one.ended_s is None else one.ended_s - one.arrived_s,

@@ -11,7 +11,7 @@ import time
 import msgspec
 
 from pdserve.tracing.lanes import MAX_MOMENTS, MAX_PHASES
-from pdserve.wire.status import Pause
+from pdserve.wire.status import RequestProgress
 from pdserve.wire.timeline import (
     Moment,
     MomentKind,
@@ -57,32 +57,18 @@ class RequestSpan(msgspec.Struct, frozen=True, gc=False):
 
 
 # Nothing in it refers back to it, so the collector need not look for cycles.
-class RelayRecord(msgspec.Struct, frozen=True, gc=False):
+class RelayRecord(RequestProgress, frozen=True, kw_only=True):
     """One request. Times are seconds on the monotonic clock."""
 
-    request_id: str
-    path: str
-    started_s: float
     read_s: float | None = None
     """When its body was there; None before that."""
     admitted_s: float | None = None
-    sent_s: float | None = None
-    """When its first attempt began."""
     attempt_began_s: float | None = None
     """When the attempt began that is under way, or was so at the end."""
     first_byte_at_s: float | None = None
-    prompt_done_s: float | None = None
-    """When its node needed its prefill node no more."""
-    ended_s: float | None = None
-    route: Route | None = None
+    nodes: Route | None = None
     """The nodes of the last attempt that has begun."""
-    attempts: int = 0
-    tells_first_token: bool = False
-    """Whether the node's first bytes come with its first token, and not with its complete answer."""
     resuming: bool = False
-    pauses: tuple[Pause, ...] = ()
-    status: int = 0
-    outcome: str = ""
     detours: Detours | None = None
     span: RequestSpan | None = None
 
@@ -97,9 +83,9 @@ class RelayRecord(msgspec.Struct, frozen=True, gc=False):
         return RequestLane(
             request_id=self.request_id,
             process=ProcessKind.PROXY,
-            start_s=self.started_s,
+            start_s=self.arrived_s,
             end_s=self.ended_s,
-            model="" if self.route is None else self.route.decode.model,
+            model="" if self.nodes is None else self.nodes.decode.model,
             route=self.path,
             status=self.status,
             outcome=self.outcome,
@@ -112,13 +98,13 @@ class RelayRecord(msgspec.Struct, frozen=True, gc=False):
 
     def _phases(self, now_s: float) -> list[Phase]:
         """Returns the phases but the attempts that are over. One that is under way ends now."""
-        phases = [self._phase(PhaseKind.READ, self.started_s, now_s if self.read_s is None else self.read_s)]
+        phases = [self._phase(PhaseKind.READ, self.arrived_s, now_s if self.read_s is None else self.read_s)]
         if self.read_s is not None:
             admitted_s = now_s if self.admitted_s is None else self.admitted_s
             phases.append(self._phase(PhaseKind.QUEUE, self.read_s, admitted_s))
-        if self.attempt_began_s is not None and self.route is not None:
+        if self.attempt_began_s is not None and self.nodes is not None:
             span_id = b"" if self.span is None else self.span.attempt_id
-            phases.append(attempt_phase(self.route, self.attempt_began_s, now_s, self.outcome, span_id))
+            phases.append(attempt_phase(self.nodes, self.attempt_began_s, now_s, self.outcome, span_id))
         return phases
 
     def _phase(self, kind: PhaseKind, start_s: float, end_s: float) -> Phase:

@@ -16,7 +16,7 @@ import msgspec
 
 from pdserve.wire.cache_groups import Keep
 from pdserve.wire.discovery import Capacity, NodeLoad, used_share
-from pdserve.wire.status import Incident, RelayStatus, RequestStage, SeenRequest
+from pdserve.wire.status import Incident, RelayStatus, RequestProgress, RequestStage, RequestView
 from pdserve.wire.version import INSTALLED_VERSION
 from pdserve_proxy.recent import STEP_S, STEPS, RecentCounts, last_incidents, step_of
 from pdserve_proxy.records.access_log import MAX_RECENT, RequestCounts
@@ -129,9 +129,9 @@ class StatusReport(msgspec.Struct, frozen=True, kw_only=True):
     nodes_left_out: int
     stages: dict[RequestStage, int]
     """How many requests are under way at each stage."""
-    under_way: tuple[SeenRequest, ...]
+    under_way: tuple[RequestView, ...]
     under_way_left_out: int
-    ended: tuple[SeenRequest, ...]
+    ended: tuple[RequestView, ...]
     """The requests that ended last, the last one at the end."""
     outcomes: dict[str, int]
     rates: Rates
@@ -259,7 +259,7 @@ class Reporter:
             generated_tokens_per_s=tuple([generated.get(step, 0) / STEP_S for step in steps]),
         )
 
-    def _latencies(self, ended: Sequence[SeenRequest], now: float) -> Latencies:
+    def _latencies(self, ended: Sequence[RequestView], now: float) -> Latencies:
         answered = [one for one in _since(ended, now - WINDOW_S) if one.outcome == RelayOutcome.OK]
         first_tokens = [
             one.prompt_done_s - one.arrived_s for one in answered if one.first_token and one.prompt_done_s is not None
@@ -341,14 +341,15 @@ def percentiles(values: Iterable[float]) -> Percentiles:
     return Percentiles(*[ordered[max(0, math.ceil(len(ordered) * share) - 1)] for share in SHARES])
 
 
-def _since(ended: Sequence[SeenRequest], from_s: float) -> list[SeenRequest]:
+def _since(ended: Sequence[RequestView], from_s: float) -> list[RequestView]:
     return [one for one in ended if _ended_s(one) >= from_s]
 
 
-def _ended_s(one: SeenRequest) -> float:
+def _ended_s(one: RequestView) -> float:
     return one.arrived_s if one.ended_s is None else one.ended_s
 
 
+_PROGRESS_FIELDS = len(RequestProgress.__struct_fields__)
 # A report has many requests that have ended, and a look-up on the enum's class would be most of what each costs.
 _ENDED = RequestStage.ENDED
 
@@ -363,27 +364,14 @@ def stage_of(request: RelayRecord | RelayedRequest) -> RequestStage:
     return RequestStage.PROMPT if request.prompt_done_s is None else RequestStage.ANSWER
 
 
-def request_view(record: RelayRecord) -> SeenRequest:
+def request_view(record: RelayRecord) -> RequestView:
     """Returns what those who watch the cluster see of a relayed request."""
-    route = record.route
+    nodes = record.nodes
     decode = prefill = ""
-    if route is not None:
-        decode = route.decode.name
-        if route.prefill:
-            prefill = route.prefill[0].name
-    return SeenRequest(
-        record.request_id,
-        record.path,
-        stage_of(record),
-        record.started_s,
-        decode,
-        prefill,
-        record.sent_s,
-        record.prompt_done_s,
-        record.tells_first_token,
-        record.pauses,
-        record.attempts,
-        record.ended_s,
-        record.outcome,
-        record.status,
-    )
+    if nodes is not None:
+        decode = nodes.decode.name
+        if nodes.prefill:
+            prefill = nodes.prefill[0].name
+    # Both begin with the fields of the progress.
+    progress = msgspec.structs.astuple(record)[:_PROGRESS_FIELDS]
+    return RequestView(*progress, stage=stage_of(record), decode=decode, prefill=prefill)

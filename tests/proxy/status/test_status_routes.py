@@ -171,7 +171,7 @@ async def test_a_stream_is_seen_from_its_arrival_to_its_end() -> None:
 
         await eventually(lambda: stage(RequestStage.PROMPT), "the node has it")
         (one,) = (await report_of(running)).under_way
-        assert (one.id, one.route, one.decode, one.prefill) == ("mine", "/v1/chat/completions", "d", "p")
+        assert (one.request_id, one.path, one.decode, one.prefill) == ("mine", "/v1/chat/completions", "d", "p")
         assert one.sent_s is not None and one.prompt_done_s is None
         go_on[0].set()
         await eventually(lambda: stage(RequestStage.ANSWER), "its first event has come")
