@@ -1,17 +1,17 @@
 """Launches a step, whose tokens are read later, on one process's runner or on that of several.
 
-One step may be launched *ahead*, before the tokens of the one before it are known: it decodes on with the requests of
-that one, whose tokens it takes on the device. Meanwhile a request's state is that of the tokens that are known. A
-request that turns out to have ended leaves a surplus row, whose token is dropped. What the row stored is in a block
-that is not full: the prefix cache does not find it, and the block's next holder writes over it later. The same holds of
-a request whose grammar refuses the token with which it went on: the right token takes the place of what was stored.
+One step may be launched *ahead*, before the tokens of the one before it are known: requests of that one decode on with
+tokens that are on the device only. Meanwhile a request's state is that of the tokens that are known. A request that
+turns out to have ended leaves a surplus row or chunk, whose token is dropped. What that stored is in blocks that the
+prefix cache does not find, and that their next holder writes over later. The same holds of a request whose grammar
+refuses the token with which it went on: the right token takes the place of what was stored.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass
-from itertools import accumulate
+from dataclasses import dataclass, field
+from itertools import accumulate, takewhile
 from typing import Protocol, TypeAlias
 
 import torch
@@ -19,7 +19,13 @@ import torch
 from pdserve.engine.request import Request, Status
 from pdserve.engine.sampling.draft_tokens import DraftTokens
 from pdserve.engine.sampling.logprobs import PendingScores, ScoredTokens
-from pdserve.engine.sampling.pending_tokens import DeviceTokens, HostTokens, PendingTokens, can_sample_on_device
+from pdserve.engine.sampling.pending_tokens import (
+    KNOWN,
+    HostTokens,
+    PendingTokens,
+    can_sample_on_device,
+    sample_later,
+)
 from pdserve.engine.sampling.sampling_row import SamplingRow
 from pdserve.engine.scheduling.batch_plan import BatchPlan, Work
 from pdserve.models.runner import DraftRow, Score, StepRow
@@ -59,7 +65,10 @@ class AheadRunner(Protocol):
     """
 
     def run(self, rows: Sequence[StepRow], tokens: torch.Tensor | None = None) -> torch.Tensor:
-        """Computes rows as a ``StepRunner`` does, with ``tokens`` in place of their own. Does not wait for a GPU."""
+        """Computes rows as a ``StepRunner`` does, with ``tokens`` in place of those of the first rows.
+
+        Does not wait for a GPU.
+        """
 
 
 _UNKNOWN = 0
@@ -68,17 +77,20 @@ _UNKNOWN = 0
 
 @dataclass(frozen=True, slots=True)
 class LaunchedStep:
-    """A step whose tokens are not read yet. ``rows`` are the rows of ``pending`` of the plan's ``sampled_requests``."""
+    """A step whose tokens are not read yet."""
 
     plan: BatchPlan
+    requests: Sequence[Request]
+    """The plan's ``sampled_requests``."""
     rows: Sequence[int]
+    """Their rows of ``pending``."""
     pending: PendingTokens
     scores: PendingScores | None = None
     """The log probabilities of prompts' tokens; None if the step computes none."""
     drafts: DraftTokens | None = None
     """The tokens after drafts; None if the step has none."""
     starts: Sequence[int] = ()
-    """The position of the first token of each work of the plan. A step that was launched ahead has none."""
+    """The position of the first token of each work of the plan. What is left of a step launched ahead has none."""
 
     def scored(self) -> list[tuple[Request, PromptLogprobs]]:
         """Returns the log probabilities that the step gives of requests' prompts. Waits for a GPU."""
@@ -135,26 +147,69 @@ def known_rows(step: LaunchedStep, wanting: Set[Request], tables: Tables) -> lis
 
 
 @dataclass(frozen=True, slots=True)
-class StepAhead:
-    """A step that was launched ahead. ``requests`` has one request for each row of ``pending``."""
+class UnderWay:
+    """The tokens of a step, as far as the step after it can take them before they are known."""
 
-    requests: Sequence[Request]
     pending: PendingTokens
-    before: DeviceTokens
-    sources: Sequence[int]
-    """The rows of ``before``, the tokens of the step before, with which this one was launched."""
+    rows: Mapping[Request, int]
+    """The row of ``pending`` of each request that gets a token."""
+    late: Set[int]
+    """The rows whose tokens are not on the device."""
+    next_rows: dict[Request, SamplingRow] = field(default_factory=dict)
+    """What the tokens after these are sampled by, of the requests that can follow."""
+
+    @classmethod
+    def of(cls, step: LaunchedStep) -> UnderWay:
+        return cls(step.pending, dict(zip(step.requests, step.rows, strict=True)), step.pending.late)
+
+    def can_follow(self, request: Request) -> bool:
+        """Returns whether a request that gets a token here can have its next one sampled before this one is known."""
+        row = SamplingRow.after_unknown(request)
+        if (self.late and self.rows[request] in self.late) or not can_sample_on_device(row):
+            return False
+        self.next_rows[request] = row
+        return True
+
+    def tokens(self, requests: Sequence[Request]) -> torch.Tensor | None:
+        """Returns the tokens of requests that can follow, int64 ``[requests]`` on the device; None without any."""
+        tokens = self.pending.tokens
+        if tokens is None or not requests:
+            return None
+        places = self.pending.places([self.rows[request] for request in requests])
+        if places == list(range(len(tokens))):
+            return tokens
+        (index,) = to_device([places], tokens.device)
+        return tokens.index_select(0, index.long())
+
+
+@dataclass(frozen=True, slots=True)
+class StepAhead:
+    """A step that was launched before the tokens of the one before it were known."""
+
+    step: LaunchedStep
+    before: UnderWay
 
     def joined(self) -> LaunchedStep:
-        """Returns the step without the requests that have ended, once the tokens of the step before are known.
+        """Returns what is left of the step, once the tokens of the step before are known.
 
-        A request that did not get the token with which it was launched is in a later step, with the right one.
+        A request that has ended is left out, and one that did not get the token with which it was launched. That one is
+        in a later step, with the right token.
         """
-        rows = [
-            row
-            for row, (request, source) in enumerate(zip(self.requests, self.sources, strict=True))
-            if decodes_on(request) and source not in self.before.refused
+        refused, rows_before = self.before.pending.refused, self.before.rows
+        works = [
+            Work(work.request, work.num_tokens)
+            for work, start in zip(self.step.plan.work, self.step.starts, strict=True)
+            if goes_on(work.request, start) and not (refused and rows_before.get(work.request) in refused)
         ]
-        return LaunchedStep(BatchPlan([Work(self.requests[row], 1) for row in rows]), rows, self.pending)
+        requests = [request for work in works for request in work.sampled_requests]
+        row_of = dict(zip(self.step.requests, self.step.rows, strict=True))
+        return LaunchedStep(BatchPlan(works), requests, [row_of[request] for request in requests], self.step.pending)
+
+
+def goes_on(request: Request, start: int) -> bool:
+    """Returns whether a request has the number of computed tokens that was expected, and has not ended."""
+    here = request.status is Status.RUNNING and request.num_computed_tokens == start
+    return here and (not request.ended or bool(request.children))
 
 
 def decodes_on(request: Request) -> bool:
@@ -171,9 +226,9 @@ def launch(runner: StepRunner, plan: BatchPlan, eos_token_ids: Set[int], on_devi
     # Children are sampled from the same logits as their parent. Those after drafts follow.
     counts = [1 + len(work.drafts) if requests else 0 for work, requests in zip(plan.work, sampled, strict=True)]
     places = list(accumulate(counts, initial=0))
-    rows = [SamplingRow.of(request) for requests in sampled for request in requests]
-    sources = [place for place, requests in zip(places, sampled, strict=False) for _ in requests]
-    num_sampled = len(rows)
+    sources = [place for place, members in zip(places, sampled, strict=False) for _ in members]
+    requests = [request for members in sampled for request in members]
+    rows = [SamplingRow.of(request) for request in requests]
     drafted = {
         work.request: range(place + 1, place + 1 + len(work.drafts))
         for work, place in zip(plan.work, places, strict=False)
@@ -183,44 +238,41 @@ def launch(runner: StepRunner, plan: BatchPlan, eos_token_ids: Set[int], on_devi
     for request, after in drafts.at_once if drafts is not None else ():
         rows += [SamplingRow.after_unknown(request, number) for number in range(1, len(after) + 1)]
         sources += after
-    pending: PendingTokens
-    if on_device and all(can_sample_on_device(row) for row in rows):
-        pending = DeviceTokens(computed, rows, sources, eos_token_ids)
-    else:
-        pending = HostTokens(computed, rows, sources, eos_token_ids)
-    starts = [work.request.num_computed_tokens for work in plan.work]
-    return LaunchedStep(plan, range(num_sampled), pending, scores, drafts, starts)
+    sampling = sample_later if on_device else HostTokens
+    pending = sampling(computed, rows, sources, eos_token_ids)
+    starts = [work.start for work in plan.work]
+    return LaunchedStep(plan, requests, range(len(requests)), pending, scores, drafts, starts)
 
 
-def launch_ahead(
-    runner: AheadRunner, step: LaunchedStep, requests: Sequence[Request], eos_token_ids: Set[int]
-) -> StepAhead | None:
-    """Decodes on with ``requests``, which are in ``step`` and whose tokens are not known yet.
-
-    Returns None if their tokens are not on the device, or if one of them cannot be sampled before its last token is
-    known.
-    """
-    before, rows = step.pending, [SamplingRow.after_unknown(request) for request in requests]
-    if not isinstance(before, DeviceTokens) or not all(can_sample_on_device(row) for row in rows):
-        return None
-    tokens = before.tokens
+def launch_ahead(runner: AheadRunner, plan: BatchPlan, before: UnderWay, eos_token_ids: Set[int]) -> StepAhead:
+    """Computes work that was planned ahead of the tokens of the step ``before``, and samples its tokens."""
+    followed = [work.request for work in takewhile(lambda work: work.follows, plan.work)]
+    others = plan.work[len(followed) :]
+    sampled = [work.sampled_requests for work in others]
     steps = [
         StepRow([_UNKNOWN], len(request.token_ids), request.block_table, True, others=request.block_table.row_tables())
-        for request in requests
+        for request in followed
     ]
-    row_of = dict(zip(step.plan.sampled_requests, step.rows, strict=True))
-    sources = [row_of[request] for request in requests]
-    if sources != list(range(len(tokens))):
-        tokens = tokens.index_select(0, to_device([sources], tokens.device)[0].long())
-    before.keep()
-    logits = runner.run(steps, tokens)
-    pending = DeviceTokens(logits, rows, range(len(rows)), eos_token_ids, tokens)
-    return StepAhead(requests, pending, before, sources)
+    steps += [row for work, requests in zip(others, sampled, strict=True) for row in step_rows(work, bool(requests))]
+    tokens = before.tokens(followed)
+    before.pending.keep()
+    computed = runner.run(steps, tokens)
+    places = accumulate([bool(requests) for requests in sampled], initial=len(followed))
+    behind = [place for place, requests in zip(places, sampled, strict=False) for _ in requests]
+    joining = [request for requests in sampled for request in requests]
+    rows = [before.next_rows[request] for request in followed] + [SamplingRow.of(request) for request in joining]
+    last = tokens
+    if tokens is not None and joining:
+        last = torch.cat([tokens, tokens.new_full((len(joining),), KNOWN)])
+    pending = sample_later(computed, rows, [*range(len(followed)), *behind], eos_token_ids, last)
+    starts = [work.start for work in plan.work]
+    step = LaunchedStep(plan, followed + joining, range(len(rows)), pending, starts=starts)
+    return StepAhead(step, before)
 
 
 def step_rows(work: Work, wants_logits: bool) -> list[StepRow]:
     """Returns the rows of one work: a row for each token that is replayed, and for each draft; otherwise one row."""
-    request, start = work.request, work.request.num_computed_tokens
+    request, start = work.request, work.start
     end, table = start + work.num_tokens, work.request.block_table
     if not work.replays and not work.drafts:
         scored = work.scored_tokens

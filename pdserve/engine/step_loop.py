@@ -29,6 +29,7 @@ from pdserve.engine.launched_step import (
     StepAhead,
     StepRunner,
     Tables,
+    UnderWay,
     decodes_on,
     known_rows,
     launch,
@@ -225,6 +226,7 @@ class StepLoop:
         self._eos_token_ids = stop.eos_token_ids
         self._give_back = give_back
         self._life = unseen_sign() if life is None else life
+        self._steps_ahead = 0
         self._steps, self._steps_at_rest = 0, -1  # loading a model, too, leaves free memory
         self._stats_sent = EngineStats()
         self._stats_at = 0.0
@@ -250,8 +252,8 @@ class StepLoop:
             self._connector.poll(self._scheduler, now)
             self._expire(now)
             self._take_grammars()
-            step = self._launch(self._schedule(now)) if ahead is None else ahead.joined()
-            ahead = self._launch_ahead(step)
+            step = self._launch(self._schedule(now)) if ahead is None else self._join(ahead)
+            ahead = self._launch_ahead(step, now)
             if self._ahead_runner is not None:
                 # The tokens of the step before leave while this one computes.
                 self._send_output()
@@ -365,6 +367,11 @@ class StepLoop:
     def _schedule(self, now: float) -> BatchPlan:
         """Plans the next step, copies the blocks that it begins with, and orders the prompts that it does not hold."""
         plan = self._scheduler.schedule(now)
+        self._begin(plan, now)
+        return plan
+
+    def _begin(self, plan: BatchPlan, now: float) -> None:
+        """Does what comes before a plan's work."""
         if plan.copies:
             self._runner.copy_blocks(list(plan.copies.values()), list(plan.copies))
         self._connector.start(plan, now)
@@ -374,7 +381,6 @@ class StepLoop:
         if plan.fetched:
             # An answer moves here as soon as that is known, and not after a step.
             self._send_output()
-        return plan
 
     def _launch(self, plan: BatchPlan) -> LaunchedStep | None:
         """Launches a planned step; returns None if there is nothing to compute."""
@@ -385,12 +391,25 @@ class StepLoop:
         self._placement.step_cost.borrowing = self._cores.borrowed > 0
         return launch(self._runner, plan, self._eos_token_ids, on_device=self._ahead_runner is not None)
 
-    def _launch_ahead(self, step: LaunchedStep | None) -> StepAhead | None:
-        """Launches the step after ``step`` if it is certain which requests that holds."""
-        if self._ahead_runner is None or step is None or step.pending.tokens is None:
+    def _join(self, ahead: StepAhead) -> LaunchedStep:
+        """Returns what is left of a step that was launched ahead, now that the step before it has ended."""
+        step = ahead.joined()
+        self._life.show(self._watch.expected_s(step.plan))
+        return step
+
+    def _launch_ahead(self, step: LaunchedStep | None, now: float) -> StepAhead | None:
+        """Launches the step after ``step``, if it does not depend on its tokens which requests that holds."""
+        if self._ahead_runner is None or step is None:
             return None
-        requests = self._scheduler.decoding_on(step.plan)
-        return launch_ahead(self._ahead_runner, step, requests, self._eos_token_ids) if requests else None
+        before = UnderWay.of(step)
+        plan = self._scheduler.schedule_ahead(step.plan, before.can_follow, now)
+        if plan is None:
+            return None
+        self._begin(plan, now)
+        if not plan.work:
+            return None
+        self._steps_ahead += 1
+        return launch_ahead(self._ahead_runner, plan, before, self._eos_token_ids)
 
     def _postprocess(self, step: LaunchedStep, began: float) -> None:
         """Waits for a step's tokens and passes on what became final."""
@@ -477,6 +496,7 @@ class StepLoop:
             ),
             cores=CoreStats(borrowed=self._cores.borrowed, borrowed_s=self._cores.borrowed_s),
             steps=self._steps,
+            steps_ahead=self._steps_ahead,
             scheduler=SchedulerCounts.copied(counters),
             accepted_drafts=counters.accepted_drafts,
             accepted_drafts_by_place={str(place): n for place, n in sorted(counters.accepted_drafts_by_place.items())},

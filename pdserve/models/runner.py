@@ -211,7 +211,7 @@ class DecodeGraphs:
     def run(self, rows: Sequence[StepRow], tokens: torch.Tensor | None = None) -> torch.Tensor | None:
         """Returns the logits of each row, valid until the next call, or None if there is no graph for such a step.
 
-        ``tokens``, ``[rows]`` on the device, take the place of the rows' own.
+        ``tokens`` on the device take the place of those of the first rows.
         """
         bucket = bucket_for(len(rows), self._buckets)
         if bucket is None or any(len(row.token_ids) != 1 for row in rows):
@@ -221,7 +221,7 @@ class DecodeGraphs:
             return None
         self._fill(rows, bucket)
         if tokens is not None:
-            self._buffer[: len(rows)].copy_(tokens)
+            self._buffer[: len(tokens)].copy_(tokens)
         self._graphs[bucket].replay()
         return self._logits[: len(rows)]
 
@@ -375,7 +375,7 @@ class ModelRunner:
     ) -> torch.Tensor:
         """Computes every row's tokens into the KV cache; single-token rows come first.
 
-        ``tokens``, ``[number of rows]`` on the device of the cache, take the place of the rows' own, if each has one.
+        ``tokens`` on the device of the cache take the place of those of the first rows, which have one each.
         ``score`` is given the logits after the rows' ``scored`` tokens, in their order and in pieces.
 
         Returns fp32 logits ``[number of rows with wants_logits, vocab_size]``, in the order of the rows, on the device
@@ -409,7 +409,7 @@ class ModelRunner:
             self.kv_cache.device,
         )
         if tokens is not None:
-            token_ids.copy_(tokens)
+            token_ids[: len(tokens)].copy_(tokens)
         hidden = self._decoder.forward(token_ids, positions, self._planned(rows))
         if self._drafting is not None:
             self._computed = rows, hidden

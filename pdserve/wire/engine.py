@@ -254,6 +254,9 @@ class EngineStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     cache: CacheStats = CacheStats()
     cores: CoreStats = CoreStats()
     steps: Annotated[int, counter("engine_steps", "batches computed")] = 0
+    steps_ahead: Annotated[
+        int, counter("engine_steps_ahead", "batches launched before the tokens of the one before were known")
+    ] = 0
     scheduler: SchedulerCounts = msgspec.field(default_factory=SchedulerCounts)
     accepted_drafts: Annotated[
         int, counter("spec_decode_num_accepted_tokens", "guessed tokens that were what plain decoding gives")

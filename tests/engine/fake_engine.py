@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +14,7 @@ from pdserve.engine.kv_connector.block_order import BlockOrder
 from pdserve.engine.kv_connector.connector import NoTransferConnector
 from pdserve.engine.kv_connector.prompt_fetcher import PromptFetcher
 from pdserve.engine.kv_connector.prompt_pusher import PromptPusher, PushSchedule
-from pdserve.engine.launched_step import decodes_on, step_rows
+from pdserve.engine.launched_step import goes_on, step_rows
 from pdserve.engine.placement.placement import Placement
 from pdserve.engine.request import Request
 from pdserve.engine.scheduling.batch_plan import BatchPlan, Work
@@ -48,14 +48,20 @@ class FakeLaunchedStep:
 class FakeStepAhead:
     """A ``launched_step.StepAhead`` whose tokens are known already."""
 
+    starts: list[int]
+    step: FakeLaunchedStep
     requests: list[Request]
-    sampled: list[SampledToken]
 
     def joined(self) -> FakeLaunchedStep:
-        going = [
-            (request, token) for request, token in zip(self.requests, self.sampled, strict=True) if decodes_on(request)
+        token_of = dict(zip(self.requests, self.step.sampled, strict=True))
+        works = [
+            Work(work.request, work.num_tokens)
+            for work, start in zip(self.step.plan.work, self.starts, strict=True)
+            if goes_on(work.request, start)
         ]
-        return FakeLaunchedStep(BatchPlan([Work(request, 1) for request, _ in going]), [token for _, token in going])
+        return FakeLaunchedStep(
+            BatchPlan(works), [token_of[request] for work in works for request in work.sampled_requests]
+        )
 
 
 @dataclass
@@ -139,6 +145,8 @@ class FakeEngine:
         self._ahead: FakeStepAhead | None = None
         self.num_ahead = 0
         """Steps that were launched before the tokens of the one before were known."""
+        self.can_follow: Callable[[Request], bool] = lambda _: True
+        """Whether a request's next token can be sampled before its last one is known."""
 
     def add(
         self,
@@ -217,12 +225,7 @@ class FakeEngine:
 
     def _launch(self) -> FakeLaunchedStep | None:
         plan = self.scheduler.schedule(self.now)
-        if plan.copies:
-            self.model.copy(plan.copies)
-        self.connector.start(plan, self.now)
-        for request in plan.refused:
-            self.connector.give_up(request, "overloaded", FailureCause.LOAD)
-            self.scheduler.abort(request)
+        self._begin(plan)
         if not plan.work:
             return None
         scored = [
@@ -232,14 +235,35 @@ class FakeEngine:
         ]
         return FakeLaunchedStep(plan, [token for work in plan.work for token in self._compute(work)], scored)
 
+    def _begin(self, plan: BatchPlan) -> None:
+        if plan.copies:
+            self.model.copy(plan.copies)
+        self.connector.start(plan, self.now)
+        for request in plan.refused:
+            self.connector.give_up(request, "overloaded", FailureCause.LOAD)
+            self.scheduler.abort(request)
+
     def _launch_ahead(self, step: FakeLaunchedStep) -> FakeStepAhead | None:
         """Does what ``launched_step.launch_ahead`` does, on tokens that the scheduler does not know yet."""
-        requests = self.scheduler.decoding_on(step.plan) if self._overlap else []
-        if not requests:
+        if not self._overlap:
+            return None
+        plan = self.scheduler.schedule_ahead(step.plan, self.can_follow, self.now)
+        if plan is None:
+            return None
+        self._begin(plan)
+        if not plan.work:
             return None
         self.num_ahead += 1
         token_of = dict(zip(step.plan.sampled_requests, step.sampled, strict=True))
-        return FakeStepAhead(requests, [self._compute_ahead(request, token_of[request]) for request in requests])
+        sampled = [
+            token
+            for work in plan.work
+            for token in (
+                [self._compute_ahead(work.request, token_of[work.request])] if work.follows else self._compute(work)
+            )
+        ]
+        requests = [request for work in plan.work for request in work.sampled_requests]
+        return FakeStepAhead([work.start for work in plan.work], FakeLaunchedStep(plan, sampled), requests)
 
     def _postprocess(self, step: FakeLaunchedStep) -> None:
         for request, logprobs in step.scored:
@@ -260,8 +284,7 @@ class FakeEngine:
 
     def _compute(self, work: Work) -> list[SampledToken]:
         """Returns the tokens of one work's sampled requests."""
-        request = work.request
-        start = request.num_computed_tokens
+        request, start = work.request, work.start
         known = request.token_ids[start : start + work.num_tokens]
         end = start + len(known)
         assert end <= len(request.block_table) * BLOCK_SIZE

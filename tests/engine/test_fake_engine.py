@@ -33,7 +33,7 @@ CALLS: dict[str, list[tuple[type, str]]] = {
     "copy": [(ModelRunner, "copy_blocks"), (FakeModel, "copy")],
     "start": [(NoTransferConnector, "start")],
     "compute": [(ModelRunner, "run"), (FakeModel, "run")],
-    "decoding on": [(Scheduler, "decoding_on")],
+    "schedule ahead": [(Scheduler, "schedule_ahead")],
     "scored": [(Scheduler, "scored")],
     "postprocess": [(Scheduler, "postprocess")],
     "stepped": [(NoTransferConnector, "stepped")],
@@ -108,4 +108,4 @@ def test_a_turn_of_the_fake_engine_is_one_of_the_step_loop(folder: Path, calls: 
     ask_fake(FakeEngine(overlap=overlap))
     assert turns(calls) == real
     seen = {name for turn in real for name in turn}
-    assert seen == CALLS.keys() if overlap else seen == CALLS.keys() - {"decoding on"}
+    assert seen == CALLS.keys() if overlap else seen == CALLS.keys() - {"schedule ahead"}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +28,7 @@ from pdserve.engine.assembly import CPU_WARM_UP_TOKENS, overlaps, warm_up_tokens
 from pdserve.engine.launched_step import LaunchedStep, StepAhead, decodes_on
 from pdserve.engine.request import Request
 from pdserve.engine.sampling import pending_tokens, sampler, sampling_row
-from pdserve.engine.sampling.pending_tokens import DeviceTokens, HostTokens
+from pdserve.engine.sampling.pending_tokens import KNOWN, DeviceTokens, HostTokens, sample_later
 from pdserve.engine.sampling.sampler import sample
 from pdserve.engine.sampling.sampling_row import SamplingRow
 from pdserve.engine.scheduling.scheduler import Scheduler
@@ -57,35 +56,86 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # ---------------------------------------------------------------- what is launched ahead
 
 
-def test_all_but_the_first_decode_step_are_launched_ahead() -> None:
+def test_all_steps_but_the_first_are_launched_ahead() -> None:
     engine = FakeEngine(overlap=True)
     seed = talkative(PROMPT, 9)
     engine.add(0, PROMPT, 9, [seed])
     engine.run()
     assert engine.outputs == {0: answer(PROMPT, seed, 9, 64)}
-    # The prompt gives one token, the step after it one, and seven come from steps that did not wait for a token.
-    assert engine.num_ahead == 7
+    assert engine.num_ahead == 8
 
 
-def test_a_request_that_waits_while_a_place_is_free_is_scheduled_at_once() -> None:
+def test_a_long_prompt_is_computed_in_steps_ahead() -> None:
+    engine, long = FakeEngine(overlap=True), list(range(100, 150))
+    engine.add(0, long, 3, [talkative(long, 3)])
+    assert [len(engine.step().work), engine.num_ahead] == [1, 1]
+    engine.run()
+    assert engine.outputs == {0: answer(long, talkative(long, 3), 3, 64)}
+    # Four chunks of at most 16 tokens, and two more tokens.
+    assert engine.num_ahead == 5
+
+
+def test_a_request_that_comes_joins_the_next_step_that_is_launched() -> None:
     engine = FakeEngine(overlap=True, max_num_seqs=2)
-    for client in range(2):
-        engine.add(client, PROMPT, 30, [talkative(PROMPT, 30)])
+    engine.add(0, PROMPT, 30, [talkative(PROMPT, 30)])
     for _ in range(4):
         engine.step()
-    before = engine.num_ahead
-    assert before > 0
-    # The batch is full: a step that was launched ahead keeps no request waiting.
-    engine.add(2, PROMPT, 3, [talkative(PROMPT, 3)])
-    engine.step()
-    assert engine.num_ahead == before + 1
-    request = engine.scheduler.find(0)
-    assert request is not None
-    engine.scheduler.finish(request, FinishReason.DEADLINE)
-    engine.step()
-    assert engine.num_ahead == before + 1
-    assert len(engine.step().work) == 2
+    assert engine.num_ahead == 4
+    other = [50] * 10
+    engine.add(1, other, 9, [talkative(other, 9)])
+    # One step was launched before it came, and the next one has its prompt.
+    assert [len(engine.step().work), len(engine.step().work), engine.num_ahead] == [1, 2, 6]
+    # No place is left for this one, and no step is kept waiting by it.
+    third = [60] * 10
+    engine.add(2, third, 3, [talkative(third, 3)])
+    steps = 6
+    while 2 not in engine.endings:
+        engine.step()
+        steps += 1
+    assert engine.num_ahead == steps
     engine.run()
+    assert engine.outputs == {
+        0: answer(PROMPT, talkative(PROMPT, 30), 30, 64),
+        1: answer(other, talkative(other, 9), 9, 64),
+        2: answer(third, talkative(third, 3), 3, 64),
+    }
+
+
+def test_a_request_that_needs_its_last_token_is_in_every_other_step() -> None:
+    engine = FakeEngine(overlap=True, max_num_batched_tokens=64)
+    for client in range(3):
+        engine.add(client, PROMPT, 20, [talkative(PROMPT, 20)])
+    slow = engine.scheduler.find(0)
+    engine.can_follow = lambda request: request is not slow
+    engine.step()
+    assert [len(engine.step().work) for _ in range(4)] == [2, 3, 2, 3]
+    # Once it is alone, nobody gains by its waiting.
+    engine.run()
+    assert engine.outputs == {client: answer(PROMPT, talkative(PROMPT, 20), 20, 64) for client in range(3)}
+
+
+def test_those_that_need_their_last_tokens_wait_for_no_others_if_they_are_the_most() -> None:
+    engine = FakeEngine(overlap=True, max_num_batched_tokens=64)
+    for client in range(3):
+        engine.add(client, PROMPT, 20, [talkative(PROMPT, 20)])
+    quick = engine.scheduler.find(0)
+    engine.can_follow = lambda request: request is quick
+    for _ in range(4):
+        engine.step()
+    assert engine.num_ahead == 0
+    engine.run()
+    assert engine.outputs == {client: answer(PROMPT, talkative(PROMPT, 20), 20, 64) for client in range(3)}
+
+
+def test_a_client_that_leaves_a_prompt_that_was_launched_ahead_leaves_nothing() -> None:
+    engine, long = FakeEngine(overlap=True), list(range(100, 150))
+    request = engine.add(0, long, 3, [talkative(long, 3)])
+    engine.add(1, PROMPT, 9, [talkative(PROMPT, 9)])
+    engine.step()
+    engine.scheduler.abort(request)
+    assert request not in [work.request for work in engine.step().work]
+    engine.run()
+    assert engine.outputs[1] == answer(PROMPT, talkative(PROMPT, 9), 9, 64)
     assert engine.idle
 
 
@@ -162,34 +212,29 @@ def greedy(max_tokens: int, **more: Any) -> SamplingParams:
 def test_a_step_is_launched_before_the_tokens_of_the_one_before_are_read(folder: Path, log: list[str]) -> None:
     with engine(folder, overlap=True, scheduler=PLAIN) as client:
         client.together([(prompt(9), greedy(6), [])])
-    first = ["launch", "read"]
-    assert log == [*first, "launch", *["launch", "read"] * 4, "read"]
+    assert log == ["launch", *["launch", "read"] * 5, "read"]
 
 
-def test_a_token_that_others_depend_on_is_waited_for(
-    folder: Path, log: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    both_sent = threading.Event()
-    run = ModelRunner.run
-
-    def run_with_both(*args: Any) -> Any:
-        assert both_sent.wait(30)
-        return run(*args)
-
-    monkeypatch.setattr(ModelRunner, "run", run_with_both)
+def test_a_request_that_needs_its_last_token_waits_for_it(folder: Path, log: list[str]) -> None:
     with engine(folder, overlap=True, scheduler=PLAIN) as client:
-        send, sent = client.send, list[Any]()
+        client.together([(prompt(9), greedy(6, bad_words=((5, 6),)), [])])
+    assert log == ["launch", "read"] * 6
 
-        def send_and_count(message: Any) -> None:
-            send(message)
-            sent.append(message)
-            if len(sent) == 2:
-                both_sent.set()
 
-        monkeypatch.setattr(client, "send", send_and_count)
-        # One of the two requests is enough, because there is one step for both.
-        client.together([(prompt(9), greedy(6, bad_words=((5, 6),)), []), (prompt(9), greedy(3), [])])
-    assert log == ["launch", "read"] * (len(log) // 2)
+def test_nearly_all_steps_of_a_saturated_engine_are_launched_ahead(folder: Path) -> None:
+    """Prompts of several chunks come all the time, more than have places, and one of them needs its tokens."""
+    rng = Random(5)
+    asked: list[tuple[list[int], SamplingParams, Sequence[int]]] = [
+        (prompt(rng.randint(3, 40)), greedy(rng.randint(5, 30), bad_words=((5, 6),) * (i == 0)), []) for i in range(40)
+    ]
+    with engine(folder, overlap=False, num_blocks=150) as one_after_another:
+        wanted = one_after_another.together(asked)
+    with engine(folder, overlap=True, num_blocks=150, scheduler=PLAIN) as client:
+        got = client.together(asked)
+        stats = client.stats_asked_for(1)
+    assert [answer.tokens for answer in got.values()] == [answer.tokens for answer in wanted.values()]
+    assert stats.steps > 100
+    assert stats.steps_ahead >= 0.95 * stats.steps
 
 
 @pytest.mark.parametrize(
@@ -199,7 +244,7 @@ def test_a_rule_or_a_report_keeps_no_step_waiting(folder: Path, log: list[str], 
     with engine(folder, overlap=True, scheduler=PLAIN) as client:
         own = PARAMETERS[name] | {"ignore_eos": True, "stop_token_ids": ()}
         client.together([(prompt(9), SamplingParams(max_tokens=6, seed=0, **own), [])])
-    assert log == ["launch", "read", "launch", *["launch", "read"] * 4, "read"]
+    assert log == ["launch", *["launch", "read"] * 5, "read"]
 
 
 def test_one_after_another_without_it(folder: Path, log: list[str]) -> None:
@@ -300,14 +345,14 @@ def test_whatever_is_asked_for_is_answered_alike(folder: Path, names: list[str])
 def test_a_grammar_that_is_followed_keeps_no_step_waiting(folder: Path, log: list[str], grammar: str) -> None:
     (tokens,) = likely_a(folder, grammar)
     assert tokens == [A] * 6
-    assert log == ["launch", "read", "launch", *["launch", "read"] * 4, "read"]
+    assert log == ["launch", *["launch", "read"] * 5, "read"]
 
 
-def test_no_step_is_launched_ahead_in_vain_for_a_grammar_that_is_never_followed(folder: Path, log: list[str]) -> None:
+def test_one_step_is_launched_ahead_in_vain_for_a_grammar_that_is_never_followed(folder: Path, log: list[str]) -> None:
     (tokens,) = likely_a(folder, "[xyz]{9}")
     assert len(tokens) == 6
     assert A not in tokens
-    assert log == ["launch", "read"] * 6
+    assert log == ["launch", "launch", "read", "read", *["launch", "read"] * 5]
 
 
 def likely_a(folder: Path, grammar: str) -> list[list[int]]:
@@ -347,7 +392,7 @@ def test_refused_tokens_change_no_answer(folder: Path, monkeypatch: pytest.Monke
         nonlocal num_launched, num_dropped
         step = join(ahead)
         num_launched += 1
-        num_dropped += sum(decodes_on(request) for request in ahead.requests) - len(step.rows)
+        num_dropped += sum(decodes_on(request) for request in ahead.step.requests) - len(step.rows)
         return step
 
     for seed in range(6):
@@ -424,6 +469,44 @@ def test_tokens_sampled_on_the_device_are_those_of_the_sampler(
     # The next step takes these tokens as they are.
     assert int(device.tokens.min()) >= 0
     assert int(device.tokens.max()) < VOCAB_SIZE
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("asked", ["all", "some"])
+def test_rows_that_need_their_last_tokens_keep_no_others_from_the_device(
+    monkeypatch: pytest.MonkeyPatch, seed: int, asked: str
+) -> None:
+    """Some rows' last tokens are on the device only, and others' are known; some are sampled when they are read."""
+    monkeypatch.setattr(
+        pending_tokens,
+        "can_sample_on_device",
+        lambda row: row.sampling.bad_words != PARAMETERS["bad words"]["bad_words"],
+    )
+    rng = Random(seed)
+    torch.manual_seed(seed)
+    names = [*ON_DEVICE, "bad words"]
+    rows, known, last = list[SamplingRow](), list[SamplingRow](), list[int]()
+    for i in range(40):
+        name, tokens = rng.choice(names), [rng.randint(0, 8) for _ in range(rng.randint(1, 7))]
+        sampling = SamplingParams(max_tokens=9, seed=i, **PARAMETERS[name])
+        unknown = name != "bad words" and rng.random() < 0.5
+        known.append(SamplingRow(sampling, [1, 8, *tokens], 2))
+        rows.append(SamplingRow(sampling, [1, 8, *tokens[:-1]], 2, 1) if unknown else known[-1])
+        last.append(tokens[-1] if unknown else KNOWN)
+    logits = (torch.randn(40, VOCAB_SIZE) * 5).bfloat16().float()
+    sources = [rng.randrange(40) for _ in rows]
+    wanted = sample(logits[sources], known, EOS)
+    pending = sample_later(logits, rows, sources, EOS, torch.tensor(last))
+    assert pending.late
+    assert pending.tokens is not None
+    on_device = [row for row in range(40) if row not in pending.late]
+    tokens = pending.tokens[pending.places(on_device)].tolist()
+    assert tokens == [token.token_id for row in on_device if (token := wanted[row]) is not None]
+    pending.keep()
+    logits.fill_(float("nan"))
+    numbers = None if asked == "all" else rng.sample(range(40), 15)
+    assert pending.read(numbers) == [wanted[row] for row in numbers or range(40)]
+    assert not pending.refused
 
 
 # ---------------------------------------------------------------- where

@@ -6,7 +6,7 @@ the next step can take them on the device. So do penalties, biases and reports o
 The grammar of a row is asked when its token is read. A token that is chosen as if there were none (``proposes``) is
 sampled on the device all the same. Where the grammar then refuses it, another one is chosen from the row's logits, and
 what was launched with the refused one is in vain. Any other row with a grammar, and one with bad words of several
-tokens, needs its request's last token on the host: it is sampled when it is read.
+tokens, needs its request's last token on the host: it is sampled when it is read. Such rows keep no others waiting.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from pdserve.wire.sampling_params import SampledToken, TokenLogprobs
 from pdserve_kernels.host_copies import HostCopy, to_device
 
 _NOT_FINITE = -1
+KNOWN = -2
+"""Stands for the last token of a row whose tokens are all on the host. It is not the mark of ``logit_rules``."""
 
 
 class PendingTokens(Protocol):
@@ -33,7 +35,21 @@ class PendingTokens(Protocol):
 
     @property
     def tokens(self) -> torch.Tensor | None:
-        """Token ids ``[rows]`` on the device, valid in every row; None if they are not known there."""
+        """Token ids, int64, of the rows that are sampled on the device; None without any."""
+
+    @property
+    def refused(self) -> Set[int]:
+        """The rows that were read with another token than the one in ``tokens``, or with none."""
+
+    @property
+    def late(self) -> Set[int]:
+        """The rows that are sampled when they are read."""
+
+    def places(self, rows: Sequence[int]) -> Sequence[int]:
+        """Returns the places of these rows' tokens in ``tokens``. None of the rows may be ``late``."""
+
+    def keep(self) -> None:
+        """Copies the logits that may be looked at once more: a step that is launched next may write over them."""
 
     def read(self, rows: Sequence[int] | None = None) -> list[SampledToken | None]:
         """Returns what ``sampler.sample`` returns for these rows, by default for all. Waits for a GPU.
@@ -51,17 +67,29 @@ def can_sample_on_device(row: SamplingRow) -> bool:
 
 
 class HostTokens:
-    """Tokens that are sampled when they are read; ``logits`` have to be valid until then.
+    """Tokens that are sampled when they are read; ``logits`` have to be valid until then, or until ``keep``.
 
     Row ``i`` is sampled from ``logits[sources[i]]``.
     """
 
     tokens = None
+    refused: Set[int] = frozenset()
 
     def __init__(
         self, logits: torch.Tensor, rows: Sequence[SamplingRow], sources: Sequence[int], eos_token_ids: Set[int]
     ) -> None:
         self._logits, self._rows, self._sources, self._eos_token_ids = logits, rows, sources, eos_token_ids
+
+    @property
+    def late(self) -> Set[int]:
+        return frozenset(range(len(self._rows)))
+
+    def places(self, rows: Sequence[int]) -> Sequence[int]:
+        return ()
+
+    def keep(self) -> None:
+        self._logits = group_logits(self._logits, self._sources)
+        self._sources = range(len(self._rows))
 
     def read(self, rows: Sequence[int] | None = None) -> list[SampledToken | None]:
         asked = range(len(self._rows)) if rows is None else rows
@@ -80,13 +108,16 @@ class DeviceTokens:
         eos_token_ids: Set[int],
         last: torch.Tensor | None = None,
     ) -> None:
-        """Row ``i`` is sampled from ``logits[sources[i]]``. ``last`` has all rows' last tokens if they are unknown."""
+        """Row ``i`` is sampled from ``logits[sources[i]]``.
+
+        ``last``, int64 ``[rows]``, has the last tokens of rows that have an unknown one, and ``KNOWN`` for the others.
+        """
         self._rows, self._eos_token_ids = rows, eos_token_ids
         self._proposed = [index for index, row in enumerate(rows) if row.sampling.grammar is not None]
         self._logits: torch.Tensor | None = logits if self._proposed else None
         self._sources = sources
         self.refused: Set[int] = frozenset()
-        """The rows that were read with another token than the one in ``tokens``, or with none."""
+        self.late: Set[int] = frozenset()
         best = logits.max(-1)
         (from_row,) = to_device([sources], logits.device)
         self.tokens: torch.Tensor = best.indices.index_select(0, from_row)
@@ -118,8 +149,10 @@ class DeviceTokens:
             tokens = self.tokens.index_select(0, places)
             self._reports = PendingReports(logits, asking, [sources[index] for index in self._asking], tokens)
 
+    def places(self, rows: Sequence[int]) -> Sequence[int]:
+        return rows
+
     def keep(self) -> None:
-        """Copies the logits that may be looked at once more: a step that is launched next may write over them."""
         if self._logits is not None:
             self._logits = group_logits(self._logits, [self._sources[index] for index in self._proposed])
             places = {index: place for place, index in enumerate(self._proposed)}
@@ -154,3 +187,61 @@ class DeviceTokens:
 
     def _read_reports(self) -> dict[int, TokenLogprobs]:
         return {} if self._reports is None else dict(zip(self._asking, self._reports.read(), strict=True))
+
+
+class MixedTokens:
+    """Tokens of which some are sampled on the device, and the others when they are read."""
+
+    def __init__(
+        self, on_device: DeviceTokens, device_rows: Sequence[int], on_host: HostTokens, host_rows: Sequence[int]
+    ) -> None:
+        """``on_device`` has the rows with the numbers ``device_rows``, ``on_host`` those with ``host_rows``."""
+        self._on_device, self._device_rows = on_device, device_rows
+        self._on_host, self._host_rows = on_host, host_rows
+        self._places = {row: place for place, row in enumerate(device_rows)}
+        self.tokens = on_device.tokens
+        self.late: Set[int] = frozenset(host_rows)
+
+    @property
+    def refused(self) -> Set[int]:
+        return {self._device_rows[place] for place in self._on_device.refused}
+
+    def places(self, rows: Sequence[int]) -> Sequence[int]:
+        return [self._places[row] for row in rows]
+
+    def keep(self) -> None:
+        self._on_device.keep()
+        self._on_host.keep()
+
+    def read(self, rows: Sequence[int] | None = None) -> list[SampledToken | None]:
+        asked = range(len(self._device_rows) + len(self._host_rows)) if rows is None else rows
+        wanted, found = set(asked), dict[int, SampledToken | None]()
+        for pending, numbers in ((self._on_device, self._device_rows), (self._on_host, self._host_rows)):
+            own = [place for place, number in enumerate(numbers) if number in wanted]
+            found |= zip([numbers[place] for place in own], pending.read(own), strict=True)
+        return [found[number] for number in asked]
+
+
+def sample_later(
+    logits: torch.Tensor,
+    rows: Sequence[SamplingRow],
+    sources: Sequence[int],
+    eos_token_ids: Set[int],
+    last: torch.Tensor | None = None,
+) -> PendingTokens:
+    """Samples on the device what can be sampled there. The arguments are those of ``DeviceTokens``."""
+    host_rows = [number for number, row in enumerate(rows) if not can_sample_on_device(row)]
+    if not host_rows:
+        return DeviceTokens(logits, rows, sources, eos_token_ids, last)
+    on_host = HostTokens(logits, [rows[i] for i in host_rows], [sources[i] for i in host_rows], eos_token_ids)
+    if len(host_rows) == len(rows):
+        return on_host
+    later = set(host_rows)
+    device_rows = [number for number in range(len(rows)) if number not in later]
+    if last is not None:
+        (places,) = to_device([device_rows], last.device)
+        last = last.index_select(0, places)
+    on_device = DeviceTokens(
+        logits, [rows[i] for i in device_rows], [sources[i] for i in device_rows], eos_token_ids, last
+    )
+    return MixedTokens(on_device, device_rows, on_host, host_rows)

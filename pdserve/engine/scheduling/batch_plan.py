@@ -7,6 +7,9 @@ as if it had not been interrupted. A chunk would store keys and values that are 
 
 *Drafts* are guesses of an answer's next tokens. They are rows as well, behind that of the answer's last token: the
 token after each of them is sampled as if it were right, and counts if it is.
+
+A step may be planned *ahead*, while the step before it is under way. Its work then begins where that step ends, and the
+token of a request that decodes on is not known yet.
 """
 
 from __future__ import annotations
@@ -38,11 +41,23 @@ class Work(msgspec.Struct, frozen=True):
     """Whether these are tokens of the answer that are computed again, each of which is a row of its own."""
     drafts: tuple[int, ...] = ()
     """The tokens that may follow the answer's last one, which is what the work computes otherwise."""
+    at: int | None = None
+    """The number of tokens before the work that the step under way computes, or has computed, in work planned ahead."""
+
+    @property
+    def start(self) -> int:
+        """The number of the request's tokens before those of the work."""
+        return self.request.num_computed_tokens if self.at is None else self.at
+
+    @property
+    def follows(self) -> bool:
+        """Whether the work's only token is the one that the step under way gives."""
+        return self.at == len(self.request.token_ids)
 
     @property
     def decodes(self) -> bool:
         """Whether the work is the last token of an answer, and not one before it that is replayed alone."""
-        return self.num_tokens == 1 and not self.replays and self.request.prompt_is_computed
+        return self.num_tokens == 1 and not self.replays and self.start >= self.request.num_prompt_tokens
 
     @property
     def num_rows(self) -> int:
@@ -71,7 +86,7 @@ class Work(msgspec.Struct, frozen=True):
         request = self.request
         if request.sampling.prompt_logprobs is None or not request.needs_scores:
             return _NO_PLACES
-        first, end = request.num_computed_tokens + 1, request.num_computed_tokens + self.num_tokens + 1
+        first, end = self.start + 1, self.start + self.num_tokens + 1
         return range(max(first, request.num_scored_tokens + 1), min(end, request.num_prompt_tokens))
 
     @property
@@ -82,8 +97,8 @@ class Work(msgspec.Struct, frozen=True):
         without a token come after it.
         """
         request = self.request
-        end = request.num_computed_tokens + self.num_tokens
-        requests = [request] if end == len(request.token_ids) and not request.ended else []
+        end = self.start + self.num_tokens
+        requests = [request] if end >= len(request.token_ids) and not request.ended else []
         if request.children and end == request.num_prompt_tokens:
             requests += [child for child in request.children if child.num_generated_tokens == 0]
         return requests
@@ -129,19 +144,20 @@ class BatchPlan:
     chunk_end: Callable[[Request, int], int] = lambda _, tokens: tokens
     """Returns how many of the next tokens of a prompt are its next chunk, of a number that the step may compute."""
 
-    def next_work(self, request: Request, budget: int) -> Work | None:
+    def next_work(self, request: Request, budget: int, at: int | None = None) -> Work | None:
         """Returns the work that a request with uncomputed tokens has for this step, of at most ``budget`` tokens.
 
+        ``at`` is how many of its tokens are computed once the step under way has ended, in a plan made ahead of that.
         Returns None if there is no budget, or the step replays as many tokens as it may already.
         """
         if not budget:
             return None
-        computed = request.num_computed_tokens
+        computed = request.num_computed_tokens if at is None else at
         if computed < request.num_prompt_tokens:
             tokens = chunk_tokens(request.num_prompt_tokens - computed, budget)
-            return Work(request, self.chunk_end(request, tokens))
+            return Work(request, self.chunk_end(request, tokens), at=at)
         if computed + 1 == len(request.token_ids):
-            return Work(request, 1)
+            return Work(request, 1, at=at)
         tokens = min(request.num_uncomputed_tokens, budget, self._replay_rows_left(len(request.token_ids)))
         return Work(request, tokens, replays=True) if tokens else None
 
@@ -173,12 +189,12 @@ class BatchPlan:
     def context_tokens(self) -> int:
         """Returns the number of tokens that those rows' contexts have together."""
         works = [work for work in self.work if work.num_tokens == 1]
-        return sum([(1 + len(work.drafts)) * (work.request.num_computed_tokens + 1) for work in works])
+        return sum([(1 + len(work.drafts)) * (work.start + 1) for work in works])
 
     @property
     def prompt_context(self) -> float:
         """Returns the number of tokens of its prompt before a token's chunk, on average over the chunks' tokens."""
-        chunks = [(work.num_tokens, work.request.num_computed_tokens) for work in self.chunks]
+        chunks = [(work.num_tokens, work.start) for work in self.chunks]
         tokens = sum(tokens for tokens, _ in chunks)
         return sum(tokens * before for tokens, before in chunks) / tokens if tokens else 0.0
 

@@ -215,29 +215,109 @@ class Scheduler:
             return []
         return [request for request in queues.waiting if request.serves_push and not request.awaits_grammar]
 
-    def decoding_on(self, plan: BatchPlan) -> list[Request]:
-        """Returns the requests of a step under way that decode on in the next step, whatever tokens this one gives.
+    def schedule_ahead(
+        self, under_way: BatchPlan, can_follow: Callable[[Request], bool], now: float
+    ) -> BatchPlan | None:
+        """Plans the step after one that is under way, whatever tokens that one gives.
 
-        Each has a block for that. The list is empty if the next step may hold other requests: it then has to be
-        scheduled once the tokens are known. A request whose next token is certain to be its last is left out.
+        Requests of that step go on where it ends. Those that decode follow with the token that they get there, if they
+        ``can_follow``; the others are in the step after, unless they are the most. A request whose next token is
+        certain to be its last is left out. Others join as in any step, but none is preempted.
+
+        Returns None, or a plan without work, if the next step has to be planned once the tokens are known.
         """
-        if self._static or len(plan.work) != len(self._queues.running):
-            return []
-        if any(work.drafts for work in plan.work) or self.speculation.is_hopeful(work.request for work in plan.work):
-            return []
-        if self._queues.waiting and (self._admission.has_place or self._preempted_for_turn(self._now) is not None):
-            return []
-        requests = []
-        for work in plan.work:
+        if not self._can_plan_ahead(under_way, now):
+            return None
+        self._now = now
+        plan = BatchPlan(copies=self._blocks.take_copies(), chunk_end=self._blocks.chunk_end)
+        budget = StepBudget(self._max_num_batched_tokens, self._step_cost, self._targets)
+        followed = self._following(under_way, can_follow, budget)
+        if followed is not None and self._plan_beside(followed, under_way, plan, budget, now):
+            self._admit(plan, budget, now)
+            if not any(work.replays or work.scored_tokens for work in plan.work):
+                plan.work.sort(key=lambda work: work.is_chunk)
+                plan.work[:0] = followed
+                return plan
+        # Blocks that were taken stay taken. The next step looks at these requests first.
+        plan.work.clear()
+        return plan
+
+    def _can_plan_ahead(self, under_way: BatchPlan, now: float) -> bool:
+        """Returns whether nothing that the step under way gives decides which requests run in the next one."""
+        if self._static or not under_way.work or self._preempted_for_turn(now) is not None:
+            return False
+        for work in under_way.work:
             request = work.request
-            if request.num_uncomputed_tokens != 1 or request.children or request.local_id is None:
-                return []
-            if self._stop.next_is_last(request):
+            if work.drafts or work.replays or request.local_id is None:
+                return False
+            if request.children and work.start + work.num_tokens >= request.num_prompt_tokens:
+                # Its children begin behind it.
+                return False
+        return not self.speculation.is_hopeful(work.request for work in under_way.work if work.decodes)
+
+    def _following(
+        self, under_way: BatchPlan, can_follow: Callable[[Request], bool], budget: StepBudget
+    ) -> list[Work] | None:
+        """Returns the work of requests that decode on with what the step under way gives them.
+
+        Returns None if there are too few blocks, or most of these requests cannot follow.
+        """
+        followed, waiting, context_tokens = list[Work](), 0, 0
+        for work in under_way.work:
+            request, length = work.request, len(work.request.token_ids)
+            if work.start + work.num_tokens < length or self._stop.next_is_last(request):
                 continue
-            if not self._blocks.reserve(request, len(request.token_ids) + 1):
-                return []
-            requests.append(request)
-        return requests
+            if not can_follow(request):
+                waiting += 1
+                continue
+            if not self._blocks.reserve(request, length + 1):
+                return None
+            followed.append(Work(request, 1, at=length))
+            context_tokens += length + 1
+            budget.decode_for(request.terms.own_targets)
+        budget.spend_rows(len(followed), context_tokens)
+        return None if waiting > len(followed) else followed
+
+    def _plan_beside(
+        self, followed: Sequence[Work], under_way: BatchPlan, plan: BatchPlan, budget: StepBudget, now: float
+    ) -> bool:
+        """Plans what runs already, beside requests that decode on with what the step under way gives them.
+
+        Returns False if there are too few blocks.
+        """
+        if len(followed) == len(self._queues.running):
+            return True
+        ends = {work.request: work.start + work.num_tokens for work in under_way.work}
+        others, prompts = list[tuple[Request, int | None]](), list[tuple[Request, int | None]]()
+        for request in self._queues.running:
+            at = ends.get(request)
+            if at is None or at < len(request.token_ids):
+                computed = request.num_computed_tokens if at is None else at
+                (prompts if computed < request.num_prompt_tokens else others).append((request, at))
+        if not self._plan_running_ahead(others, plan, budget):
+            return False
+        if prompts:
+            self._admission.admit_short(plan, budget, now)
+        return self._plan_running_ahead(prompts, plan, budget)
+
+    def _plan_running_ahead(
+        self, requests: Sequence[tuple[Request, int | None]], plan: BatchPlan, budget: StepBudget
+    ) -> bool:
+        """Plans these requests, each with where the step under way ends if that has work of it.
+
+        Returns False if there are too few blocks.
+        """
+        for request, at in requests:
+            if request.sampling.grammar is not None and request.awaits_grammar:
+                continue
+            work = plan.next_work(request, budget.for_request(request, at), at)
+            if work is None:
+                continue
+            if not self._blocks.reserve(request, work.start + work.num_tokens):
+                return False
+            plan.work.append(work)
+            budget.spend(work)
+        return True
 
     def postprocess(
         self,

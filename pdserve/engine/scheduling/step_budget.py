@@ -37,12 +37,12 @@ class StepBudget:
 
     def spend(self, work: Work) -> None:
         """Notes work that the step does."""
-        request, before, tokens = work.request, work.request.num_computed_tokens, work.num_tokens
+        request, before, tokens = work.request, work.start, work.num_tokens
         if tokens > 1 and work.is_chunk:
             self.spend_chunk(tokens, before)
             return
         self.spend_rows(tokens, tokens * (before + 1))
-        if not work.replays and request.prompt_is_computed:
+        if work.decodes:
             self.decode_for(request.terms.own_targets)
 
     def spend_chunk(self, tokens: int, before: int) -> None:
@@ -73,13 +73,14 @@ class StepBudget:
         fixed_s = cost.estimate_s(self._rows, self._context_tokens, 1) - cost.prompt_s(1)
         return aim_s - fixed_s - self._prompt_s
 
-    def for_request(self, request: Request) -> int:
-        """Returns how many of a request's tokens the step may compute."""
-        if request.prompt_is_computed:
+    def for_request(self, request: Request, at: int | None = None) -> int:
+        """Returns how many of a request's tokens the step may compute. ``at`` is that of ``BatchPlan.next_work``."""
+        computed = request.num_computed_tokens if at is None else at
+        if computed >= request.num_prompt_tokens:
             return self.tokens
-        if request.num_uncomputed_tokens == 1 and not self._has_time_for_row(request.num_computed_tokens + 1):
+        if computed + 1 == len(request.token_ids) and not self._has_time_for_row(computed + 1):
             return 0
-        return self.for_prompt(request.num_computed_tokens)
+        return self.for_prompt(computed)
 
     def for_prompt(self, before: int = 0) -> int:
         """Returns how many tokens of a prompt the step may compute that has so many tokens ``before`` them.
