@@ -5,11 +5,12 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import msgspec
 import pytest
 
-from pdserve.engine.kv_cache.block_table import BlockTable
+from pdserve.engine.kv_cache.block_table import BlockTable, StateTable
 from pdserve.engine.tp.rank_rows import ReceivedRows, SentRows
 from pdserve.errors import MalformedFrame
 from pdserve.models.runner import DraftRow, StepRow
@@ -66,6 +67,19 @@ class Pair:
 
     def _table(self, row: DraftRow) -> Sequence[int]:
         return self._rows[row.row].block_table
+
+
+def test_the_states_after_drafts_are_those_of_rank_0() -> None:
+    pair, table = Pair(), BlockTable(range(4))
+    for start, states in (
+        (5, StateTable(present=7, next=8, drafted=[5, 9])),
+        (7, StateTable(present=5, next=9, drafted=[8, 7])),  # one draft was accepted
+    ):
+        table.others = [states]
+        rows = [StepRow([9], start + number, table, True, others=table.row_tables(number)) for number in range(3)]
+        pair.told(rows)
+        chain = [states.present, states.next, *states.drafted]
+        assert [row.others for row in rows] == [(states,) for states in pairwise(chain)]
 
 
 @pytest.mark.parametrize("seed", range(20))

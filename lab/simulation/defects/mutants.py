@@ -112,6 +112,14 @@ MUTANTS = (
         "held.drafted.pop()",
     ),
     Mutant(
+        "a state after a rejected draft stays",
+        70_000,
+        "pdserve.engine.scheduling.scheduler.Scheduler",
+        "_take_with_drafts",
+        "self._blocks.drop_drafts(request)",
+        "pass",
+    ),
+    Mutant(
         "a state stays that of the step before",
         60_001,
         f"{KV_CACHE}.block_manager.BlockManager",

@@ -264,7 +264,9 @@ class BlockManager:
         a prompt that is computed again. ``drop_drafts`` gives back what is left after the step.
         """
         states = [(pool, held) for pool, held in self._bounded_of(table) if isinstance(held, StateTable)]
-        for pool, _ in states:
+        for pool, held in states:
+            if held.drafted:
+                raise EngineError("a context still has the states after an earlier step's drafts")
             drafts = min(drafts, pool.num_free - len(pool.ids) // LEFT_BY_DRAFTS)
         for pool, held in states:
             held.drafted += [self._take(pool) for _ in range(drafts)]

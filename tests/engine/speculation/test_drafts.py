@@ -36,6 +36,7 @@ pytestmark = pytest.mark.integration  # for the seconds that it takes
 OFF = SchedulerConfig(max_num_seqs=12, max_num_batched_tokens=96, speculation=Speculate.OFF)
 ON = replace(OFF, speculation=Speculate.NGRAM, draft_tokens=5)
 NUM_BLOCKS = 160
+FEW_BLOCKS = 64
 
 Asked = list[tuple[Sequence[int], SamplingParams, Sequence[int]]]
 
@@ -156,6 +157,26 @@ def test_an_answer_that_begins_to_repeat_itself_has_drafts_though_steps_are_laun
     got, stats = answered(folder, asked, ON, overlap=True)
     check_same(got, plain)
     assert stats.accepted_drafts > 10
+
+
+def test_drafts_change_no_answer_that_is_preempted_or_resumed_or_finds_a_prefix(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = asked_together()
+    plain, _ = answered(folder, asked, OFF)
+    force(monkeypatch, texts(asked, plain), share=0.5)
+    with engine(folder, overlap=False, num_blocks=FEW_BLOCKS, scheduler=ON) as client:
+        check_same(list(client.together(asked).values()), plain)
+        longest, wanted = asked[-1:], plain[-1 - len(asked[-1][2]) :]
+        for _ in range(2):
+            check_same(list(client.together(longest).values()), wanted)
+        for known in range(1, 20, 3):
+            got = client.together(longest, "", [[one.tokens[:known] for one in wanted]])
+            assert [one.tokens for one in got.values()] == [one.tokens[known:] for one in wanted]
+        counts = client.stats_asked_for(1).scheduler
+    assert counts.preemptions > 0
+    assert counts.accepted_drafts > 50
+    assert counts.cached_prompt_tokens > 0
 
 
 class Spoiling(ModelRunner):

@@ -125,6 +125,8 @@ def test_an_answer_is_the_same_in_fewer_steps_if_drafts_are_right(right: int, gr
     while (plan := bench.step()).work:
         steps += 1
         assert [work.num_tokens for work in plan.work] == [5 if steps == 1 else 1]
+        tables = [table for request in bench.scheduler.live() for table in request.block_table.others]
+        assert not any(table.drafted for table in tables if isinstance(table, StateTable))
     assert bench.outputs == {1: expected(5, 33)}
     assert steps == 1 + 32 // (1 + right)
     counts = bench.scheduler.counters
