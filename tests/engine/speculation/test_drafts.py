@@ -173,10 +173,10 @@ def test_drafts_change_no_answer_that_is_preempted_or_resumed_or_finds_a_prefix(
         for known in range(1, 20, 3):
             got = client.together(longest, "", [[one.tokens[:known] for one in wanted]])
             assert [one.tokens for one in got.values()] == [one.tokens[known:] for one in wanted]
-        counts = client.stats_asked_for(1).scheduler
-    assert counts.preemptions > 0
-    assert counts.accepted_drafts > 50
-    assert counts.cached_prompt_tokens > 0
+        stats = client.stats_asked_for(1)
+    assert stats.scheduler.preemptions > 0
+    assert stats.accepted_drafts > 50
+    assert stats.scheduler.cached_prompt_tokens > 0
 
 
 class Spoiling(ModelRunner):
