@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise, product
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -18,11 +18,13 @@ from pdserve.errors import ModelError
 from pdserve.models.backend import CPU
 from pdserve.models.checkpoint.config_reading import quantisation_of
 from pdserve.models.checkpoint.gguf.file import is_gguf, read_gguf
-from pdserve.models.checkpoint.gguf.tensors import GgufTensors
 from pdserve.models.checkpoint.safetensors.files import SafetensorsFiles
 from pdserve.models.checkpoint.safetensors.quantisation import Quantisation
 from pdserve.models.recipe import own_name
 from pdserve_kernels.contract import BLOCK_FORMATS, BlockFormat, BlockWeight, UnreadWeight
+
+if TYPE_CHECKING:
+    from pdserve.models.checkpoint.gguf.tensors import GgufTensors
 
 Rows = slice | tuple[int, ...]
 """The rows of a tensor: some that follow each other, or their numbers."""
@@ -386,6 +388,13 @@ def _key(name: str, rows: Rows, columns: Columns) -> str:
 def _tensor_files(path: Path, quantisation: Quantisation | None) -> TensorFiles:
     if not is_gguf(path):
         return SafetensorsFiles(path, quantisation)
+    return _gguf_tensors(path)
+
+
+def _gguf_tensors(path: Path) -> GgufTensors:
+    # The import is here because it loads the package gguf, which takes longer than a small model.
+    from pdserve.models.checkpoint.gguf.tensors import GgufTensors
+
     return GgufTensors(path)
 
 
@@ -405,6 +414,6 @@ def stays_in_blocks(path: Path, model: ModelConfig, *, kernels: bool) -> bool:
 def block_formats(path: Path) -> Mapping[str, BlockFormat]:
     """Returns the format of each tensor that is read as blocks, by transformers' names. Raises ModelError."""
     if is_gguf(path):
-        return GgufTensors(path).block_formats()
+        return _gguf_tensors(path).block_formats()
     quantisation = quantisation_of(path)
     return {} if quantisation is None else SafetensorsFiles(path, quantisation).block_formats()
