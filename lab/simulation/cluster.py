@@ -54,7 +54,6 @@ from pdserve.config import (
     CpuConfig,
     DiscoveryConfig,
     HttpConfig,
-    KeptConfig,
     LivenessConfig,
     LogConfig,
     ModelConfig,
@@ -64,6 +63,7 @@ from pdserve.config import (
     ProxyConfig,
     RegistryConfig,
     RelayConfig,
+    ReplayConfig,
     RequestConfig,
     RoleChoice,
     RolesConfig,
@@ -315,7 +315,7 @@ class Node:
             cpu=CpuConfig(),
             parallel=ParallelConfig(tensor_parallel_size=self.tp_size, timeout_ms=RANK_TIMEOUT_MS),
             log=LogConfig(),
-            kept=KeptConfig(keep_s=KEEP_S),
+            replay=ReplayConfig(keep_s=KEEP_S),
             liveness=LivenessConfig(silence_ms=SILENCE_MS),
         )
         server = NodeServer(self.role, config, secret, Path("/simulated"), Path("/simulated"), ENGINE_COMMAND)

@@ -10,7 +10,7 @@ from pdserve.config.engine import CacheConfig, CpuConfig, GrammarConfig, Paralle
 from pdserve.config.http import HttpConfig, SecurityConfig, StreamConfig
 from pdserve.config.model import ModelConfig
 from pdserve.config.observability import LogConfig, MetricsConfig, TraceConfig
-from pdserve.config.requests import KeptConfig, MessageConfig, RequestConfig
+from pdserve.config.requests import MessageConfig, ReplayConfig, RequestConfig
 from pdserve.config.transfer import TransferConfig
 from pdserve.wire.discovery import Role
 
@@ -155,7 +155,7 @@ class NodeConfig:
     transfer: TransferConfig = field(default_factory=TransferConfig)
     liveness: LivenessConfig = field(default_factory=LivenessConfig)
     request: RequestConfig = field(default_factory=RequestConfig)
-    kept: KeptConfig = field(default_factory=KeptConfig)
+    replay: ReplayConfig = field(default_factory=ReplayConfig)
     message: MessageConfig = field(default_factory=MessageConfig)
     grammar: GrammarConfig = field(default_factory=GrammarConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)

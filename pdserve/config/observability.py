@@ -56,7 +56,7 @@ class MetricsConfig:
 class TraceConfig:
     """What processes remember of requests, and the OpenTelemetry spans that they make of it."""
 
-    kept_lanes: int = setting(
+    kept_timelines: int = setting(
         "kept-timelines",
         "A process remembers this many of its last requests for pdserve trace. 0 remembers none.",
         512,
@@ -80,4 +80,4 @@ class TraceConfig:
     @property
     def records(self) -> bool:
         """Whether anybody has a use for what is noted of requests."""
-        return bool(self.kept_lanes or self.otlp_endpoint)
+        return bool(self.kept_timelines or self.otlp_endpoint)

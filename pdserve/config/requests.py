@@ -9,7 +9,7 @@ from pdserve.config.declare import setting
 
 
 @dataclass(frozen=True, slots=True)
-class KeptConfig:
+class ReplayConfig:
     """The answers that a node keeps for clients that ask again, after their proxy or their connection was lost.
 
     It keeps those whose requests have an idempotency key, or ask for the ids of events.

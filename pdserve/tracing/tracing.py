@@ -100,8 +100,8 @@ class Tracing:
 
     def __init__(self, config: TraceConfig | None = None) -> None:
         """Without ``config`` nothing is recorded, and nothing is exported."""
-        self._config = config or TraceConfig(kept_lanes=0)
-        self.lanes = RecentLanes(self._config.kept_lanes)
+        self._config = config or TraceConfig(kept_timelines=0)
+        self.lanes = RecentLanes(self._config.kept_timelines)
 
     @property
     def exports(self) -> bool:

@@ -5,9 +5,10 @@ it sends ``WorkerReady``. A worker answers each ``WorkerPing``, unless its event
 have ended since it last sent them in answer to one, and else with ``WorkerPong``. A worker that is asked for
 ``/metrics`` sends ``Scrape``; the supervisor sends ``Collect`` to every worker, adds up the ``Counts`` that come back,
 and answers ``Scraped``. For ``/status`` it is the same: ``AskStatus``, ``CollectStatus``, ``StatusPart`` and
-``StatusTold``. So it is for a request's timeline: ``AskLanes``, ``CollectLanes``, ``LanesPart`` and ``LanesTold``. When
-the supervisor has read its files again, it sends ``Renewed``. A worker with one of whose requests two nodes were lost
-sends ``Suspected``, which the supervisor passes on to the others, and to each that greets it later.
+``StatusReply``. So it is for a request's timeline: ``AskTimeline``, ``CollectTimeline``, ``TimelinePart`` and
+``TimelineReply``. When the supervisor has read its files again, it sends ``Renewed``. A worker with one of whose
+requests two nodes were lost sends ``Suspected``, which the supervisor passes on to the others, and to each that greets
+it later.
 
 With ``--store``, the supervisor has the responses that clients may ask for again. A worker sends ``BeginResponse``
 before it relays a request, and ``FinishResponse`` or ``AbandonResponse`` after it; for a client it sends
@@ -153,29 +154,31 @@ class StatusPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fi
     status: RelayStatus
 
 
-class StatusTold(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="status_told"):
+class StatusReply(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="status_reply"):
     number: int
     report: bytes
     """The report on the whole proxy, as JSON."""
 
 
-class AskLanes(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="ask_lanes"):
+class AskTimeline(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="ask_timeline"):
     number: int
     request_id: RequestId
 
 
-class CollectLanes(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="collect_lanes"):
+class CollectTimeline(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="collect_timeline"
+):
     number: int
     request_id: RequestId
 
 
-class LanesPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="lanes_part"):
+class TimelinePart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="timeline_part"):
     number: int
-    """The number of the ``CollectLanes`` that this answers."""
+    """The number of the ``CollectTimeline`` that this answers."""
     lanes: tuple[RequestLane, ...]
 
 
-class LanesTold(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="lanes_told"):
+class TimelineReply(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="timeline_reply"):
     number: int
     lanes: tuple[RequestLane, ...]
     """What all workers remember of the requests with the id."""
@@ -267,7 +270,7 @@ class StoreReply(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fi
     data: bytes = b""
     """What was asked for, as JSON; of a response that begins, the items before its own."""
     prompt_start: bytes = b""
-    kept: bool = False
+    stored: bool = False
     """Whether the response will be stored, or is."""
 
 
@@ -277,9 +280,9 @@ ToWorker: TypeAlias = (
     | Collect
     | Scraped
     | CollectStatus
-    | StatusTold
-    | CollectLanes
-    | LanesTold
+    | StatusReply
+    | CollectTimeline
+    | TimelineReply
     | WorkerPing
     | Renewed
     | StoreReply
@@ -293,8 +296,8 @@ ToSupervisor: TypeAlias = (
     | Counts
     | AskStatus
     | StatusPart
-    | AskLanes
-    | LanesPart
+    | AskTimeline
+    | TimelinePart
     | BeginResponse
     | FinishResponse
     | AbandonResponse

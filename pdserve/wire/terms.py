@@ -96,7 +96,7 @@ class Resume(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Storing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Says that the proxy stores responses (``/v1/responses``)."""
 
-    kept: bool
+    stored: bool
     """Whether it stores this one."""
     history_bytes: Annotated[int, Meta(ge=0, le=MAX_HISTORY_BYTES)] = 0
     """The size of the items before the request's own: a JSON list, which follows the client's own body."""

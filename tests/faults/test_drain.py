@@ -78,7 +78,7 @@ def test_streams_move_to_another_node_and_the_old_one_ends(draining: Draining) -
     assert "not everything finished in time" not in leaving.process.output
     for proxy in draining.proxies:
         metrics = http(proxy.listening().url + "/metrics").body.decode()
-        assert 'pdserve_proxy_moves_total{outcome="kept"} 0.0' in metrics
+        assert 'pdserve_proxy_moves_total{outcome="stayed"} 0.0' in metrics
         assert 'pdserve_proxy_resumes_total{outcome="resumed"} 0.0' in metrics
     states = http(draining.cluster.url + "/instances").json()
     assert {node["name"] for node in states} == {"prefill-0", "decode-1"}, json.dumps(states)

@@ -66,7 +66,7 @@ async def test_a_proxy_that_exports_nothing_passes_the_clients_trace_on() -> Non
 
 
 async def test_a_proxy_that_remembers_nothing_says_so() -> None:
-    config = dataclasses.replace(proxy_config(), trace=TraceConfig(kept_lanes=0))
+    config = dataclasses.replace(proxy_config(), trace=TraceConfig(kept_timelines=0))
     async with cluster(config) as running, nodes(running, complete, refuses(401), count=1):
         assert await ask(running, "chat-1") == 200
         assert (await timeline(running, "chat-1"))[0] == 404

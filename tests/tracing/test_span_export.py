@@ -209,7 +209,7 @@ def test_what_a_full_queue_drops_is_logged_now_and_then(caplog: pytest.LogCaptur
 
 async def test_traces_begin_here_or_with_the_client() -> None:
     with receiver() as received:
-        tracing = Tracing(TraceConfig(kept_lanes=0, otlp_endpoint=received.url))
+        tracing = Tracing(TraceConfig(kept_timelines=0, otlp_endpoint=received.url))
         assert tracing.begin(None) is None
         async with tracing.exporting({}, SpanCounts("p")):
             assert tracing.lanes.wanted

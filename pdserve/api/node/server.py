@@ -89,7 +89,7 @@ def serve(
 def answers_hash(config: NodeConfig, chat_template: str) -> str:
     """Returns a hash of the settings that decide which requests a node takes, and how it answers them."""
     limits = (config.http.max_body_bytes, config.model.max_model_len)
-    parts = (config.message, config.grammar, config.request, config.scheduler, config.stream, config.kept, limits)
+    parts = (config.message, config.grammar, config.request, config.scheduler, config.stream, config.replay, limits)
     return hashlib.blake2b(f"{parts} {chat_template}".encode(), digest_size=16).hexdigest()
 
 
@@ -150,7 +150,7 @@ class NodeServer:
     ) -> None:
         url = self.config.http.advertise.rstrip("/") or url_of(listener, wildcard=socket.gethostname())
         info = self._info(ready, tokenizer, boot_id, url)
-        kept, places = self.config.kept, ready.max_running // UNREAD_SHARE
+        kept, places = self.config.replay, ready.max_running // UNREAD_SHARE
         replayable = ReplayableAnswers(ReplayLimits(kept.answers, kept.memory_mib * 2**20, kept.keep_s, places))
         name_node(info.name)
         spans = SpanCounts("pdserve")

@@ -470,7 +470,7 @@ class CompletionRoute(Generic[R]):
             choices=body.choices,
             shown_choices=body.shown_choices,
             cached_block=self._node.cached_block,
-            stored=admitted.terms.storing is not None and admitted.terms.storing.kept,
+            stored=admitted.terms.storing is not None and admitted.terms.storing.stored,
             echo_logprobs=body.echo_logprobs,
             prompt_logprobs=body.prompt_logprobs,
             detokenizer=lambda choice: tokenizer.detokenizer(skip_special_tokens=not per_choice[choice].echoes_special),

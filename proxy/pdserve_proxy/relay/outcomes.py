@@ -70,7 +70,7 @@ class MoveOutcome(enum.StrEnum):
     MOVED = "moved"
     ENDED = "ended"
     """It ended, or its client left, before another node went on with it."""
-    STAYED = "kept"
+    STAYED = "stayed"
     """It stays at its node: it has no complete journal, or no other node takes it."""
 
 

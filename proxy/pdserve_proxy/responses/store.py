@@ -332,7 +332,7 @@ def answer(store: ResponseStore, asker: bytes, question: StoreQuestion) -> Store
             return StoreReply(number, True, begun.history, begun.prompt_start, begun.accepted)
         case FinishResponse(number=number, response=response, id=name, output=output, body=body):
             stored = store.finish(ResponseKey(asker, response), FinishedResponse(name, output, body), now)
-            return StoreReply(number, found=True, kept=stored)
+            return StoreReply(number, found=True, stored=stored)
         case ReadResponse(number=number, owner=owner, id=name, part=part):
             read = store.body if part is ResponsePart.BODY else store.input_items
             data = read(owner, name, now)
@@ -374,11 +374,11 @@ class SupervisorStorage:
         else:
             async with self._answers:
                 reply = await self._ask(question)
-        return Begun(reply.data, reply.prompt_start, reply.kept) if reply.found else None
+        return Begun(reply.data, reply.prompt_start, reply.stored) if reply.found else None
 
     async def finish(self, key: ResponseKey, response: FinishedResponse) -> bool:
         question = FinishResponse(next(self._numbers), key.number, response.id, response.output, response.body)
-        return (await self._ask(question)).kept
+        return (await self._ask(question)).stored
 
     def abandon(self, key: ResponseKey) -> None:
         self._post(AbandonResponse(key.number))

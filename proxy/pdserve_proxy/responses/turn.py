@@ -56,7 +56,7 @@ class StoredTurn:
         self._key = storage.new_key()
         self._begun = False
         """Whether the store may have something of it that is not over."""
-        self.storing = Storing(kept=False)
+        self.storing = Storing(stored=False)
         self._held: list[bytes] | None = None
         """The pieces of the last event, once that has begun."""
         self._held_bytes = 0
@@ -101,7 +101,7 @@ class StoredTurn:
 
     async def keep_whole(self, status: int, body: bytes) -> None:
         """Stores the response that goes to the client in one piece, if it is one."""
-        if status == 200 and self.storing.kept:
+        if status == 200 and self.storing.stored:
             await self._keep(body)
 
     def writer(self, write: Callable[[bytes], bool]) -> Callable[[bytes], bool]:
@@ -110,7 +110,7 @@ class StoredTurn:
 
     def pass_on(self, piece: bytes) -> bytes:
         """Returns what may go to the client now of the next piece of a stream."""
-        if not self.storing.kept:
+        if not self.storing.stored:
             return piece
         if self._held is None:
             start = min([at for event in _LAST_EVENTS if (at := piece.find(event)) >= 0], default=-1)
@@ -124,13 +124,13 @@ class StoredTurn:
         if self._held_bytes > self._storage.limits.share_bytes:
             log.warning("a response of more than %d bytes is not stored: see --store-mib", self._held_bytes)
             self._abandon()
-            self.storing = Storing(kept=False)
+            self.storing = Storing(stored=False)
             return shown + b"".join(self._held)
         return shown
 
     async def end(self) -> bytes:
         """Stores the response whose stream is over, and returns what was held back of it."""
-        if self._held is None or not self.storing.kept:
+        if self._held is None or not self.storing.stored:
             return b""
         held = b"".join(self._held)
         first, _, rest = held.partition(b"\n\n")

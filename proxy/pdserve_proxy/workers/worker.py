@@ -30,25 +30,25 @@ from pdserve.tracing.tracing import RecentLanes, Tracing
 from pdserve.wire.proxy_workers import (
     NO_QUESTION,
     AbandonResponse,
-    AskLanes,
     AskStatus,
+    AskTimeline,
     Collect,
-    CollectLanes,
     CollectStatus,
+    CollectTimeline,
     Counts,
     Credentials,
-    LanesPart,
-    LanesTold,
     Nodes,
     NodesChanged,
     Renewed,
     Scrape,
     Scraped,
     StatusPart,
-    StatusTold,
+    StatusReply,
     StoreQuestion,
     StoreReply,
     Suspected,
+    TimelinePart,
+    TimelineReply,
     ToSupervisor,
     ToWorker,
     WorkerHello,
@@ -74,9 +74,9 @@ SUPERVISOR_TIMEOUT_S = 5.0
 SUPERVISOR_SILENCE_S = 10.0
 """A supervisor that has not pinged for so long hangs: without it, no worker hears of nodes that come and go."""
 
-Question: TypeAlias = Scrape | AskStatus | AskLanes | StoreQuestion
-Reply: TypeAlias = Scraped | StatusTold | LanesTold | StoreReply
-R = TypeVar("R", Scraped, StatusTold, LanesTold, StoreReply)
+Question: TypeAlias = Scrape | AskStatus | AskTimeline | StoreQuestion
+Reply: TypeAlias = Scraped | StatusReply | TimelineReply | StoreReply
+R = TypeVar("R", Scraped, StatusReply, TimelineReply, StoreReply)
 
 
 class SupervisorSilent(PdserveError):
@@ -167,11 +167,11 @@ class SupervisorChannel:
                     await self.send(Counts(number, export_families(self._metrics.registry)))
                 case CollectStatus(number=number):
                     await self.send(StatusPart(number, relay_status(self._metrics.counts)))
-                case CollectLanes(number=number, request_id=request_id):
-                    await self.send(LanesPart(number, self._recent.recall(request_id)))
+                case CollectTimeline(number=number, request_id=request_id):
+                    await self.send(TimelinePart(number, self._recent.recall(request_id)))
                 case Suspected(requests=requests):
                     self._suspects.take(requests)
-                case Scraped() | StatusTold() | LanesTold() | StoreReply() as reply:
+                case Scraped() | StatusReply() | TimelineReply() | StoreReply() as reply:
                     asked = self._asked.get((type(reply), reply.number))
                     if asked is not None and not asked.done():
                         asked.set_result(reply)
@@ -213,14 +213,14 @@ class SupervisorChannel:
 
     async def report(self) -> bytes:
         """Returns the report on all the proxy's processes. Raises Unavailable if the supervisor does not answer."""
-        return (await self._reply(AskStatus(next(self._numbers)), StatusTold)).report
+        return (await self._reply(AskStatus(next(self._numbers)), StatusReply)).report
 
     async def lanes(self, request_id: str) -> tuple[RequestLane, ...]:
         """Returns what all workers remember of the requests with this id.
 
         Raises Unavailable if the supervisor does not answer.
         """
-        return (await self._reply(AskLanes(next(self._numbers), request_id), LanesTold)).lanes
+        return (await self._reply(AskTimeline(next(self._numbers), request_id), TimelineReply)).lanes
 
     async def _reply(self, question: Question, kind: type[R], who: str = "the proxy's supervisor") -> R:
         awaited: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()

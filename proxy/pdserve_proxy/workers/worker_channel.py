@@ -24,20 +24,18 @@ from pdserve.liveness import Motion, Silence, motion_of
 from pdserve.local_socket import bind
 from pdserve.wire.proxy_workers import (
     AbandonResponse,
-    AskLanes,
     AskStatus,
+    AskTimeline,
     BeginResponse,
     Collect,
-    CollectLanes,
     CollectStatus,
+    CollectTimeline,
     Counts,
     Credentials,
     DeleteResponse,
     Family,
     FinishResponse,
     KnownNode,
-    LanesPart,
-    LanesTold,
     Nodes,
     NodesChanged,
     ReadResponse,
@@ -45,8 +43,10 @@ from pdserve.wire.proxy_workers import (
     Scrape,
     Scraped,
     StatusPart,
-    StatusTold,
+    StatusReply,
     Suspected,
+    TimelinePart,
+    TimelineReply,
     ToSupervisor,
     ToWorker,
     WorkerHello,
@@ -311,12 +311,12 @@ class WorkerChannel:
                             self._changed.set()
                 case AskStatus(number=number):
                     self._begin(self._tell_status(name, number))
-                case LanesPart(number=number, lanes=lanes):
+                case TimelinePart(number=number, lanes=lanes):
                     if (collection := self._collections.get(number)) is not None and name in collection.missing:
                         collection.lanes += lanes
                         collection.answered(name)
-                case AskLanes(number=number, request_id=request_id):
-                    self._begin(self._tell_lanes(name, number, request_id))
+                case AskTimeline(number=number, request_id=request_id):
+                    self._begin(self._tell_timeline(name, number, request_id))
                 case Scrape(number=number):
                     self._begin(self._scrape(name, number))
                 case BeginResponse() | FinishResponse() | ReadResponse() | DeleteResponse() as question:
@@ -343,7 +343,7 @@ class WorkerChannel:
                 await self._send(name, WorkerPing())
 
     async def _tell_status(self, asker: bytes, number: int) -> None:
-        await self._send(asker, StatusTold(number, await self._report()))
+        await self._send(asker, StatusReply(number, await self._report()))
 
     async def _make_report(self) -> bytes:
         statuses = (await self._collect(CollectStatus)).statuses
@@ -351,9 +351,9 @@ class WorkerChannel:
         report = self._reporter.report(self._registry.snapshot(), [own, *statuses], workers=len(statuses))
         return msgspec.json.encode(report)
 
-    async def _tell_lanes(self, asker: bytes, number: int, request_id: str) -> None:
-        lanes = (await self._collect(partial(CollectLanes, request_id=request_id))).lanes
-        await self._send(asker, LanesTold(number, tuple(lanes)))
+    async def _tell_timeline(self, asker: bytes, number: int, request_id: str) -> None:
+        lanes = (await self._collect(partial(CollectTimeline, request_id=request_id))).lanes
+        await self._send(asker, TimelineReply(number, tuple(lanes)))
 
     async def _scrape(self, asker: bytes, number: int) -> None:
         await self._collect(Collect)

@@ -343,7 +343,7 @@ async def test_an_answer_that_no_node_can_take_stays_where_it_is(
     async with proxy.cluster() as running, draining(running, slow, *behaviours) as old, old.stream() as response:
         await old.add(3)
         old.drain()
-        await moved(running, "kept")
+        await moved(running, "stayed")
         slow.go_on.set()
         assert await response.read() == SHOWN[len(shown(BEGUN)) :]
         assert len(old.others.asked) == len(behaviours)
@@ -647,7 +647,7 @@ async def test_an_answer_that_was_kept_at_a_node_moves_from_the_next_one(proxy: 
     ):
         await old.add(2)
         old.drain()
-        await moved(running, "kept")
+        await moved(running, "stayed")
         dying.set()
         await eventually(lambda: len(old.others.asked) == 2, "another node goes on")
         running.registrations[ticket_in(old.others.asked[1]).node].drain()

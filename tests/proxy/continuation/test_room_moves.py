@@ -128,7 +128,7 @@ async def test_a_stream_stays_where_no_other_node_has_room(load: NodeLoad) -> No
     async with cluster() as running, draining(running, node) as old, old.stream() as response:
         await add(running, old.others, load)
         node.crowded.set()
-        await ended(running, "kept")
+        await ended(running, "stayed")
         node.go_on.set()
         assert await response.read() == SHOWN[len(shown(BEGUN)) :]
         assert old.others.asked == []
@@ -152,7 +152,9 @@ GROUPS = (
 """An answer of seven blocks has four in the window, and two states. A node keeps two of its 16 of each."""
 
 
-@pytest.mark.parametrize(("free", "outcome"), [((6, 4), "moved"), ((5, 4), "kept"), ((6, 3), "kept"), ((), "moved")])
+@pytest.mark.parametrize(
+    ("free", "outcome"), [((6, 4), "moved"), ((5, 4), "stayed"), ((6, 3), "stayed"), ((), "moved")]
+)
 async def test_a_stream_moves_only_where_windows_and_states_have_room(free: tuple[int, ...], outcome: str) -> None:
     node = Crowded()
     load = msgspec.structs.replace(ROOMY, bounded_free_blocks=free)
@@ -177,7 +179,7 @@ async def test_a_stream_stays_where_the_other_node_does_not_prepare(first: Behav
     async with cluster() as running, draining(running, node, first) as old, old.stream() as response:
         await add(running, old.others, ROOMY)
         node.crowded.set()
-        await ended(running, "kept")
+        await ended(running, "stayed")
         node.go_on.set()
         assert await response.read() == SHOWN[len(shown(BEGUN)) :]
         assert len(old.others.asked) == 1
@@ -198,7 +200,7 @@ async def test_a_stream_goes_back_where_the_other_node_declines_it_after_the_cut
         node.crowded.set()
         assert await response.read() == SHOWN[len(shown(BEGUN)) :]
         assert asked == 2
-        assert [await room_moves(running, outcome) for outcome in ("moved", "kept")] == [0, 1]
+        assert [await room_moves(running, outcome) for outcome in ("moved", "stayed")] == [0, 1]
         await nothing_is_left(running)
 
 
@@ -220,10 +222,10 @@ async def test_a_stream_moves_for_room_so_often(monkeypatch: pytest.MonkeyPatch)
         node.crowded.set()
         await ended(running, "moved")
         has_moved.set()
-        await ended(running, "kept")
+        await ended(running, "stayed")
         go_on.set()
         assert await response.read() == SHOWN[len(shown(BEGUN)) :]
-        assert [await room_moves(running, outcome) for outcome in ("moved", "kept")] == [1, 1]
+        assert [await room_moves(running, outcome) for outcome in ("moved", "stayed")] == [1, 1]
 
 
 async def test_a_wish_while_all_turns_are_taken_is_dropped() -> None:
@@ -245,7 +247,7 @@ async def test_a_wish_while_all_turns_are_taken_is_dropped() -> None:
         await add(running, old.others, ROOMY)
         node.crowded.set()  # both wish to move
         await preparing.wait()
-        await ended(running, "kept")
+        await ended(running, "stayed")
         go_on.set()
         node.go_on.set()
         for response in (one, two):
@@ -274,7 +276,7 @@ async def test_a_node_that_drains_after_a_wish_in_vain_is_left() -> None:
         await eventually(lambda: _drains(running), "the proxy knows that it drains")
         drains.set()
         assert await response.read() == SHOWN[len(shown(BEGUN)) :]
-        assert await room_moves(running, "kept") == 1
+        assert await room_moves(running, "stayed") == 1
         assert await drain_moves(running, "moved") == 1
         await nothing_is_left(running)
 

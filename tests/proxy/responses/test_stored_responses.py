@@ -34,7 +34,7 @@ def response_of(exchange: Exchange, text: str = "Yes", status: str = "completed"
     answer, storing = ticket_in(exchange.request).terms.answer, ticket_in(exchange.request).terms.storing
     assert answer is not None
     output = [{"id": f"msg_{answer.id.hex()}", "type": "message", "role": "assistant", "content": text}]
-    kept = storing is not None and storing.kept
+    kept = storing is not None and storing.stored
     return {"id": f"resp_{answer.id.hex()}", "status": status, "store": kept, "output": output}
 
 
@@ -175,7 +175,7 @@ async def test_a_conversation_goes_on_with_all_its_items_in_order() -> None:
             for items in (history_in(asked, 1), history_in(asked, 2), history_in(asked, 3))
         ]
         assert texts == [["One", "Yes"], ["One", "Yes", "Two", "Yes"], ["One", "Yes", "Two", "Yes"]]
-        kept = [ticket.terms.storing.kept for ticket in asked.tickets if ticket.terms.storing]
+        kept = [ticket.terms.storing.stored for ticket in asked.tickets if ticket.terms.storing]
         assert kept == [True, True, True, False]
         listed = json.loads((await call(running, f"{second['id']}/input_items?order=asc"))[1])
         assert [item["role"] for item in listed["data"]] == ["user", "assistant", "user"]
