@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from itertools import accumulate, takewhile
+from itertools import accumulate
 from typing import Protocol, TypeAlias
 
 import torch
@@ -90,7 +90,7 @@ class LaunchedStep:
     drafts: DraftTokens | None = None
     """The tokens after drafts; None if the step has none."""
     starts: Sequence[int] = ()
-    """The position of the first token of each work of the plan. What is left of a step launched ahead has none."""
+    """The position of the first token of each work of the plan. A step that was launched ahead has none."""
 
     def scored(self) -> list[tuple[Request, PromptLogprobs]]:
         """Returns the log probabilities that the step gives of requests' prompts. Waits for a GPU."""
@@ -195,20 +195,23 @@ class StepAhead:
         A request that has ended is left out, and one that did not get the token with which it was launched. That one is
         in a later step, with the right token.
         """
-        refused, rows_before = self.before.pending.refused, self.before.rows
+        step, refused, rows_before = self.step, self.before.pending.refused, self.before.rows
         works = [
             Work(work.request, work.num_tokens)
-            for work, start in zip(self.step.plan.work, self.step.starts, strict=True)
-            if goes_on(work.request, start) and not (refused and rows_before.get(work.request) in refused)
+            for work in step.plan.work
+            if goes_on(work) and not (refused and rows_before.get(work.request) in refused)
         ]
-        requests = [request for work in works for request in work.sampled_requests]
-        row_of = dict(zip(self.step.requests, self.step.rows, strict=True))
-        return LaunchedStep(BatchPlan(works), requests, [row_of[request] for request in requests], self.step.pending)
+        plan = BatchPlan(works)
+        if len(works) == len(step.plan.work) == step.plan.num_following:
+            return LaunchedStep(plan, step.requests, step.rows, step.pending)
+        requests, row_of = plan.sampled_requests, dict(zip(step.requests, step.rows, strict=True))
+        return LaunchedStep(plan, requests, [row_of[request] for request in requests], step.pending)
 
 
-def goes_on(request: Request, start: int) -> bool:
-    """Returns whether a request has the number of computed tokens that was expected, and has not ended."""
-    here = request.status is Status.RUNNING and request.num_computed_tokens == start
+def goes_on(work: Work) -> bool:
+    """Returns whether the request of work that was planned ahead is where the work begins, and has not ended."""
+    request = work.request
+    here = request.status is Status.RUNNING and (work.at is None or request.num_computed_tokens == work.at)
     return here and (not request.ended or bool(request.children))
 
 
@@ -240,14 +243,14 @@ def launch(runner: StepRunner, plan: BatchPlan, eos_token_ids: Set[int], on_devi
         sources += after
     sampling = sample_later if on_device else HostTokens
     pending = sampling(computed, rows, sources, eos_token_ids)
-    starts = [work.start for work in plan.work]
+    starts = [work.request.num_computed_tokens for work in plan.work]
     return LaunchedStep(plan, requests, range(len(requests)), pending, scores, drafts, starts)
 
 
 def launch_ahead(runner: AheadRunner, plan: BatchPlan, before: UnderWay, eos_token_ids: Set[int]) -> StepAhead:
     """Computes work that was planned ahead of the tokens of the step ``before``, and samples its tokens."""
-    followed = [work.request for work in takewhile(lambda work: work.follows, plan.work)]
-    others = plan.work[len(followed) :]
+    count = plan.num_following
+    followed, others = [work.request for work in plan.work[:count]], plan.work[count:]
     sampled = [work.sampled_requests for work in others]
     steps = [
         StepRow([_UNKNOWN], len(request.token_ids), request.block_table, True, others=request.block_table.row_tables())
@@ -257,17 +260,15 @@ def launch_ahead(runner: AheadRunner, plan: BatchPlan, before: UnderWay, eos_tok
     tokens = before.tokens(followed)
     before.pending.keep()
     computed = runner.run(steps, tokens)
-    places = accumulate([bool(requests) for requests in sampled], initial=len(followed))
+    places = accumulate([bool(requests) for requests in sampled], initial=count)
     behind = [place for place, requests in zip(places, sampled, strict=False) for _ in requests]
     joining = [request for requests in sampled for request in requests]
     rows = [before.next_rows[request] for request in followed] + [SamplingRow.of(request) for request in joining]
     last = tokens
     if tokens is not None and joining:
         last = torch.cat([tokens, tokens.new_full((len(joining),), KNOWN)])
-    pending = sample_later(computed, rows, [*range(len(followed)), *behind], eos_token_ids, last)
-    starts = [work.start for work in plan.work]
-    step = LaunchedStep(plan, followed + joining, range(len(rows)), pending, starts=starts)
-    return StepAhead(step, before)
+    pending = sample_later(computed, rows, [*range(count), *behind], eos_token_ids, last, certain=count)
+    return StepAhead(LaunchedStep(plan, followed + joining, range(len(rows)), pending), before)
 
 
 def step_rows(work: Work, wants_logits: bool) -> list[StepRow]:

@@ -48,17 +48,12 @@ class FakeLaunchedStep:
 class FakeStepAhead:
     """A ``launched_step.StepAhead`` whose tokens are known already."""
 
-    starts: list[int]
     step: FakeLaunchedStep
     requests: list[Request]
 
     def joined(self) -> FakeLaunchedStep:
         token_of = dict(zip(self.requests, self.step.sampled, strict=True))
-        works = [
-            Work(work.request, work.num_tokens)
-            for work, start in zip(self.step.plan.work, self.starts, strict=True)
-            if goes_on(work.request, start)
-        ]
+        works = [Work(work.request, work.num_tokens) for work in self.step.plan.work if goes_on(work)]
         return FakeLaunchedStep(
             BatchPlan(works), [token_of[request] for work in works for request in work.sampled_requests]
         )
@@ -256,14 +251,11 @@ class FakeEngine:
         self.num_ahead += 1
         token_of = dict(zip(step.plan.sampled_requests, step.sampled, strict=True))
         sampled = [
-            token
-            for work in plan.work
-            for token in (
-                [self._compute_ahead(work.request, token_of[work.request])] if work.follows else self._compute(work)
-            )
+            self._compute_ahead(work.request, token_of[work.request]) for work in plan.work[: plan.num_following]
         ]
+        sampled += [token for work in plan.work[plan.num_following :] for token in self._compute(work)]
         requests = [request for work in plan.work for request in work.sampled_requests]
-        return FakeStepAhead([work.start for work in plan.work], FakeLaunchedStep(plan, sampled), requests)
+        return FakeStepAhead(FakeLaunchedStep(plan, sampled), requests)
 
     def _postprocess(self, step: FakeLaunchedStep) -> None:
         for request, logprobs in step.scored:

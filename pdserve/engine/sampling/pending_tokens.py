@@ -228,9 +228,14 @@ def sample_later(
     sources: Sequence[int],
     eos_token_ids: Set[int],
     last: torch.Tensor | None = None,
+    *,
+    certain: int = 0,
 ) -> PendingTokens:
-    """Samples on the device what can be sampled there. The arguments are those of ``DeviceTokens``."""
-    host_rows = [number for number, row in enumerate(rows) if not can_sample_on_device(row)]
+    """Samples on the device what can be sampled there, the first ``certain`` rows anyway.
+
+    The other arguments are those of ``DeviceTokens``.
+    """
+    host_rows = [number for number, row in enumerate(rows[certain:], certain) if not can_sample_on_device(row)]
     if not host_rows:
         return DeviceTokens(logits, rows, sources, eos_token_ids, last)
     on_host = HostTokens(logits, [rows[i] for i in host_rows], [sources[i] for i in host_rows], eos_token_ids)

@@ -50,11 +50,6 @@ class Work(msgspec.Struct, frozen=True):
         return self.request.num_computed_tokens if self.at is None else self.at
 
     @property
-    def follows(self) -> bool:
-        """Whether the work's only token is the one that the step under way gives."""
-        return self.at == len(self.request.token_ids)
-
-    @property
     def decodes(self) -> bool:
         """Whether the work is the last token of an answer, and not one before it that is replayed alone."""
         return self.num_tokens == 1 and not self.replays and self.start >= self.request.num_prompt_tokens
@@ -97,7 +92,8 @@ class Work(msgspec.Struct, frozen=True):
         without a token come after it.
         """
         request = self.request
-        end = self.start + self.num_tokens
+        # Not by ``start``: a step asks this of each of its works several times.
+        end = (request.num_computed_tokens if self.at is None else self.at) + self.num_tokens
         requests = [request] if end >= len(request.token_ids) and not request.ended else []
         if request.children and end == request.num_prompt_tokens:
             requests += [child for child in request.children if child.num_generated_tokens == 0]
@@ -131,6 +127,8 @@ class BatchPlan:
 
     work: list[Work] = field(default_factory=list)
     """The work of the step. Chunks come last."""
+    num_following: int = 0
+    """So many works at the beginning have one token each, which the step under way gives."""
     fetches: list[Request] = field(default_factory=list)
     """Requests whose prompts go to a prefill node."""
     reuses: list[Reuse] = field(default_factory=list)

@@ -15,6 +15,7 @@ The scheduler has no tensors, no clocks and no sockets.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
@@ -235,9 +236,8 @@ class Scheduler:
         if followed is not None and self._plan_beside(followed, under_way, plan, budget, now):
             self._admit(plan, budget, now)
             if not any(work.replays or work.scored_tokens for work in plan.work):
-                plan.work.sort(key=lambda work: work.is_chunk)
-                plan.work[:0] = followed
-                return plan
+                others = sorted(plan.work, key=lambda work: work.is_chunk)
+                return dataclasses.replace(plan, work=followed + others, num_following=len(followed))
         # Blocks that were taken stay taken. The next step looks at these requests first.
         plan.work.clear()
         return plan
@@ -262,10 +262,11 @@ class Scheduler:
 
         Returns None if there are too few blocks, or most of these requests cannot follow.
         """
-        followed, waiting, context_tokens = list[Work](), 0, 0
+        followed, waiting, context_tokens, noted = list[Work](), 0, 0, None
         for work in under_way.work:
             request, length = work.request, len(work.request.token_ids)
-            if work.start + work.num_tokens < length or self._stop.next_is_last(request):
+            start = request.num_computed_tokens if work.at is None else work.at
+            if start + work.num_tokens < length or self._stop.next_is_last(request):
                 continue
             if not can_follow(request):
                 waiting += 1
@@ -274,7 +275,9 @@ class Scheduler:
                 return None
             followed.append(Work(request, 1, at=length))
             context_tokens += length + 1
-            budget.decode_for(request.terms.own_targets)
+            if (own := request.terms.own_targets) is not noted:
+                budget.decode_for(own)
+                noted = own
         budget.spend_rows(len(followed), context_tokens)
         return None if waiting > len(followed) else followed
 

@@ -42,7 +42,7 @@ class StepBudget:
             self.spend_chunk(tokens, before)
             return
         self.spend_rows(tokens, tokens * (before + 1))
-        if work.decodes:
+        if not work.replays and before >= request.num_prompt_tokens:
             self.decode_for(request.terms.own_targets)
 
     def spend_chunk(self, tokens: int, before: int) -> None:
