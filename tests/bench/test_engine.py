@@ -15,7 +15,7 @@ from gguf import GGMLQuantizationType
 from transformers import AutoModelForCausalLM
 
 from pdserve.bench.engine import benchmark
-from pdserve.bench.engine.draft_rows import FakeDrafter
+from pdserve.bench.engine.benchmark import FakeDrafter
 from pdserve.bench.engine.lent_core_rows import Neighbour, lent_core_rows
 from pdserve.bench.engine.parts import Product, attention_s, products_of
 from pdserve.bench.engine.subject import Drafting, Shape, Steps, open_subject, write_random_model

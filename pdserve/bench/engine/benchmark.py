@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -11,7 +13,6 @@ from pathlib import Path
 import torch
 from llguidance import LLTokenizer
 
-from pdserve.bench.engine.draft_rows import draft_rows
 from pdserve.bench.engine.host_rows import CONTEXTS, REQUESTS, host_rows
 from pdserve.bench.engine.lent_core_rows import lent_core_rows
 from pdserve.bench.engine.parts import (
@@ -37,6 +38,7 @@ from pdserve.grammars.compiling import load_vocabulary
 from pdserve.models.checkpoint.gguf.file import is_gguf
 from pdserve.models.checkpoint.model_files import TOKENIZERS, served_model_name
 from pdserve.models.rank_cache import TORCH_DTYPES
+from pdserve.models.runner import StepRow
 from pdserve.settings import to_environ
 from pdserve.wire.sampling_params import Grammar, GrammarKind, SamplingParams
 from pdserve_kernels.contract import Kernels
@@ -289,6 +291,82 @@ def _roofline_row(
         "tokens": tokens,
     }
     return Row("roofline", at, figures)
+
+
+class FakeDrafter:
+    """Drafts for requests, and says how many of a request's drafts are right, whatever the model's tokens are.
+
+    A request begins again at the first context once its blocks are full, so that contexts stay about as long.
+    """
+
+    def __init__(self, subject: Subject, requests: int, rows: int, drafting: Drafting, acceptance: float) -> None:
+        """Each request has ``rows`` in a step, all but one for drafts, right with the chance ``acceptance`` each."""
+        self._subject, self._rows, self._acceptance = subject, rows, acceptance
+        self._first, self._longest = drafting.context - 1, drafting.longest
+        self._starts = [self._first] * requests
+        self._chance = random.Random(requests * rows)  # noqa: S311  # no secret
+
+    def step(self) -> list[StepRow]:
+        """Returns the rows of the next step, those of a request one after the other."""
+        return self._subject.draft_rows(self._starts, self._rows, self._longest)
+
+    def accept(self) -> int:
+        """Returns how many tokens the step gives. Each request goes on behind its own."""
+        given = 0
+        for request, start in enumerate(self._starts):
+            tokens = 1
+            while tokens < self._rows and self._chance.random() < self._acceptance:
+                tokens += 1
+            given += tokens
+            start += tokens
+            self._starts[request] = start if start + self._rows <= self._longest else self._first
+        return given
+
+
+def draft_rows(
+    subject: Subject, hardware: Hardware, weight_bytes: Callable[[int], float], drafting: Drafting, budget_s: float
+) -> Iterator[Row]:
+    """Yields a row for each number of requests, of rows and each acceptance, beside steps without drafts.
+
+    ``weight_bytes`` returns those that a step of so many tokens reads. Each measurement takes about ``budget_s``.
+    """
+    for requests in drafting.requests:
+        plain_s, _ = _measured(FakeDrafter(subject, requests, 1, drafting, 0.0), subject, budget_s)
+        # All rows of a request read the same keys and values.
+        kv_bytes = requests * subject.kv_bytes(drafting.context)
+        for rows in drafting.rows:
+            least_s = (weight_bytes(requests * rows) + kv_bytes) / hardware.copy_bytes_per_s
+            for acceptance in drafting.acceptances:
+                drafter = FakeDrafter(subject, requests, rows, drafting, acceptance)
+                step_s, given = _measured(drafter, subject, budget_s)
+                figures = (
+                    Figure("step", step_s * 1e3, Unit.MS, Better.LOWER),
+                    Figure("step : least", step_s / least_s, Unit.RATIO, Better.LOWER),
+                    Figure("step : without drafts", step_s / plain_s, Unit.RATIO, Better.LOWER),
+                    Figure("tokens a step", given / requests, Unit.RATIO, Better.HIGHER),
+                    Figure("TPOT : without drafts", step_s / plain_s * requests / given, Unit.RATIO, Better.LOWER),
+                )
+                at: dict[str, int | str] = {
+                    "model": subject.name,
+                    "requests": requests,
+                    "rows of each": rows,
+                    "context": drafting.context,
+                    "accepted": f"{acceptance:g}",
+                }
+                yield Row("step with drafts", at, figures)
+
+
+def _measured(drafter: FakeDrafter, subject: Subject, budget_s: float) -> tuple[float, float]:
+    """Returns the median time of a step with the choice of its tokens, and the mean number of tokens that it gives."""
+    given: list[int] = []
+
+    def step() -> None:
+        # The list is there when the device has done all of the step.
+        subject.runner.run(drafter.step()).argmax(dim=-1).tolist()
+        given.append(drafter.accept())
+
+    seconds = seconds_of(step, subject.device, budget_s)
+    return seconds, statistics.mean(given)
 
 
 def sampler_row(bench: Bench, batch: int) -> Row:
