@@ -17,10 +17,10 @@ from typing import Protocol, TypeAlias
 import torch
 
 from pdserve.engine.request import Request, Status
-from pdserve.engine.sampling.draft_tokens import DraftTokens
 from pdserve.engine.sampling.logprobs import PendingScores, ScoredTokens
 from pdserve.engine.sampling.pending_tokens import (
     KNOWN,
+    DraftTokens,
     HostTokens,
     PendingTokens,
     can_sample_on_device,
