@@ -13,8 +13,7 @@ from lab.simulation.reference import EOS, VOCAB, after, beginning, likeliest, to
 from pdserve.engine.request import Request
 from pdserve.engine.scheduling.batch_plan import BatchPlan
 from pdserve.engine.scheduling.step_budget import StepBudget
-from pdserve.engine.speculation.lookup import FIRST_RATES, OwnText, PromptText
-from pdserve.engine.speculation.rates import Rates
+from pdserve.engine.speculation.guesses import FIRST_RATES, OwnText, PromptText, Rates
 from pdserve.engine.speculation.speculation import Speculation
 
 CONFIDENT = 16

@@ -34,8 +34,7 @@ import numpy.typing as npt
 from pdserve.engine.kv_cache.block_table import BlockTable
 from pdserve.engine.kv_cache.prefix_cache import Match
 from pdserve.engine.sampling.grammar_matcher import GrammarMatcher
-from pdserve.engine.speculation.lookup import OwnText
-from pdserve.engine.speculation.model_drafts import ModelDrafts
+from pdserve.engine.speculation.guesses import ModelDrafts, OwnText
 from pdserve.errors import EngineError
 from pdserve.tracing.lanes import LaneNotes
 from pdserve.wire.engine import PrefillReason, PrefillSource

@@ -16,7 +16,7 @@ import torch
 
 from pdserve.config import CacheConfig, EngineConfig, SchedulerConfig
 from pdserve.engine.sampling.sampling_row import sampling_bytes
-from pdserve.engine.speculation.model_drafts import by_model
+from pdserve.engine.speculation.guesses import by_model
 from pdserve.errors import ConfigError
 from pdserve.machine.memory import MIB, available_memory
 from pdserve.models.checkpoint.decoder_config import DecoderConfig, FallbackConfig, FamilyConfig

@@ -4,8 +4,8 @@ A draft is a further row of its step: it takes the time of a row, and gives a to
 right. So drafts are added, the likeliest first, as long as each of them makes the step give more tokens in a second,
 by what rows were measured to cost, and within the ITL target. A step that is bound by what it computes drafts nothing.
 
-Drafts come from the request's own text (``lookup``), or from the model's own MTP layers, which draft after each step,
-one token after another. How many of these are made is decided in the same way, by what they were measured to cost.
+Drafts come from the request's own text or from the model's MTP layers (``guesses``), which draft after each step, one
+token after another. How many of these are made is decided in the same way, by what they were measured to cost.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import msgspec
 
@@ -25,9 +24,16 @@ from pdserve.engine.request import Request
 from pdserve.engine.scheduling.batch_plan import BatchPlan
 from pdserve.engine.scheduling.request_limits import StopRule
 from pdserve.engine.scheduling.step_budget import StepBudget
-from pdserve.engine.speculation.lookup import FIRST_RATES, READ_AT_ONCE, OwnText, PromptText
-from pdserve.engine.speculation.model_drafts import ModelDrafts, first_rates
-from pdserve.engine.speculation.rates import Rates
+from pdserve.engine.speculation.guesses import (
+    FIRST_RATES,
+    READ_AT_ONCE,
+    Guesser,
+    ModelDrafts,
+    OwnText,
+    PromptText,
+    Rates,
+    first_rates,
+)
 
 LEAST_CHANCE = 0.1
 """A draft that is right less often is not worth the memory that its row reads."""
@@ -39,14 +45,6 @@ TRIED_EVERY = 32
 """Once in so many steps, drafts that do not pay are looked for or made, to notice when they do again."""
 _KEPT = 0.8
 _LEAST_S = 1e-9
-
-
-class _Source(Protocol):
-    """What guesses the tokens behind those of one request."""
-
-    def guesses(self, tokens: Sequence[int], count: int) -> Sequence[int]: ...
-
-    def rate(self, number: int = 0) -> float: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +226,7 @@ class Speculation:
             return None
         return _Guessed(place, guesses, chances, self._row_s(len(tokens)))
 
-    def _sources(self, request: Request) -> Iterator[_Source]:
+    def _sources(self, request: Request) -> Iterator[Guesser]:
         """Yields what may guess the request's next tokens."""
         if self._by_text:
             text = self._read_text(request)
@@ -252,7 +250,7 @@ class Speculation:
         return text
 
     @staticmethod
-    def _chances(source: _Source, tokens: Sequence[int], count: int) -> tuple[Sequence[int], list[float]]:
+    def _chances(source: Guesser, tokens: Sequence[int], count: int) -> tuple[Sequence[int], list[float]]:
         """Returns up to ``count`` guesses, and how likely each is right with all before it, while it is likely."""
         guesses, chances, chance = source.guesses(tokens, count), list[float](), 1.0
         for number in range(len(guesses)):

@@ -16,7 +16,7 @@ import torch
 from pdserve.config import Dtype, SchedulerConfig, Speculate
 from pdserve.engine.scheduling.batch_plan import BatchPlan
 from pdserve.engine.speculation import speculation
-from pdserve.engine.speculation.lookup import OwnText
+from pdserve.engine.speculation.guesses import OwnText
 from pdserve.engine.speculation.speculation import Speculation
 from pdserve.models.checkpoint.config_reading import read_decoder_config
 from pdserve.models.layer_groups import layer_groups

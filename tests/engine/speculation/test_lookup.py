@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve.engine.speculation.lookup import (
+from pdserve.engine.speculation.guesses import (
     FIRST_RATES,
     LEAST_MATCH,
     MOST_COMPARED,
@@ -19,8 +19,8 @@ from pdserve.engine.speculation.lookup import (
     READ_AT_ONCE,
     OwnText,
     PromptText,
+    Rates,
 )
-from pdserve.engine.speculation.rates import Rates
 
 
 class Counted(list[int]):

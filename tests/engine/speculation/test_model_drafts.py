@@ -10,7 +10,7 @@ import pytest
 
 from pdserve.config import SchedulerConfig, Speculate
 from pdserve.engine.request import Request
-from pdserve.engine.speculation.model_drafts import ModelDrafts
+from pdserve.engine.speculation.guesses import ModelDrafts
 from pdserve.engine.speculation.speculation import Speculation
 from pdserve.wire.sampling_params import SamplingParams
 from tests.engine.speculation.test_drafts import (

@@ -13,8 +13,7 @@ from pdserve.engine.placement.step_cost import StepCost, StepParts
 from pdserve.engine.request import Request
 from pdserve.engine.scheduling.batch_plan import REPLAY_ROWS, BatchPlan
 from pdserve.engine.scheduling.request_limits import StopRule
-from pdserve.engine.speculation.lookup import FIRST_RATES, OwnText, PromptText
-from pdserve.engine.speculation.rates import Rates
+from pdserve.engine.speculation.guesses import FIRST_RATES, OwnText, PromptText, Rates
 from pdserve.engine.speculation.speculation import LEAST_CHANCE, Speculation
 from pdserve.wire.cache_groups import Keep
 from pdserve.wire.discovery import Role

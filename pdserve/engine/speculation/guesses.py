@@ -1,21 +1,23 @@
-"""Guesses the next tokens of an answer from the request's own text.
+"""Guesses the next tokens of an answer, and says how likely each guess is right.
 
-Where the last tokens of prompt and answer have occurred before, what followed them there may follow again: in code that
-is edited, JSON that is filled in, quotes, lists. The last two tokens are looked up, and the latest place where they
-occur is the *source*. While the answer goes on as the source does, it stays the source, however long that is.
-
-Each new token says whether the source was right, also where nothing was drafted: so what a draft is worth is known
-before one is paid for. A guess is the better the longer the text that led to it.
+From the request's own text: where the last tokens of prompt and answer have occurred before, what followed them there
+may follow again: in code that is edited, JSON that is filled in, quotes, lists. The last two tokens are looked up, and
+the latest place where they occur is the *source*. While the answer goes on as the source does, it stays the source,
+however long that is. Each new token says whether the source was right, also where nothing was drafted: so what a draft
+is worth is known before one is paid for. A guess is the better the longer the text that led to it.
 
 Reading a token and guessing one take constant time, and an index has less than 200 bytes for each token. All answers
 to one prompt share the index of that.
+
+By the model: its own MTP layers draft tokens, and each new token says which of them were right.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
-from pdserve.engine.speculation.rates import Rates
+from pdserve.config import SchedulerConfig, Speculate
 
 LEAST_MATCH = 2
 """So many tokens have to agree with a place for that to be a source."""
@@ -30,6 +32,56 @@ _LONG_MATCHES = (4, 8, 16)
 """A guess after a match of about as many tokens is about as good. These begin the next better kinds."""
 FIRST_RATES = (0.4, 0.6, 0.8, 0.9)
 """The share of right guesses that is assumed at first, by the kind of match."""
+
+_FIRST_RATE = 0.7
+_FALLS = 0.85
+"""At first, each draft is assumed to be right so many times as often as the one before it."""
+
+_FORGETS = 0.9
+_ENGINE_FORGETS = 0.995
+_WEIGHT = 2.0
+_ENGINE_WEIGHT = 16.0
+
+
+class Guesser(Protocol):
+    """What guesses the tokens behind those of one request."""
+
+    def guesses(self, tokens: Sequence[int], count: int) -> Sequence[int]:
+        """Returns up to ``count`` tokens that are guessed to follow ``tokens``, all of the request."""
+
+    def rate(self, number: int = 0) -> float:
+        """Returns how likely the guess after ``number`` right ones is right."""
+
+
+class Rates:
+    """The shares of guesses that were right, by their kind; recent ones count most.
+
+    They are those of one engine, or of one request, which begins with those of its engine.
+    """
+
+    __slots__ = ("_engine", "_first", "_forgets", "_right", "_tried", "_weight")
+
+    def __init__(self, first: Sequence[float], engine: Rates | None = None) -> None:
+        """``first`` are the rates of each kind that are assumed before there was a guess."""
+        self._first, self._engine = first, engine
+        self._forgets, self._weight = (_ENGINE_FORGETS, _ENGINE_WEIGHT) if engine is None else (_FORGETS, _WEIGHT)
+        self._right, self._tried = [0.0] * len(first), [0.0] * len(first)
+
+    def of_request(self) -> Rates:
+        """Returns the rates of a new request. What it notes is noted here, too."""
+        return Rates(self._first, self)
+
+    def note(self, kind: int, right: bool) -> None:
+        """Notes whether a guess was right."""
+        self._right[kind] = self._forgets * self._right[kind] + right
+        self._tried[kind] = self._forgets * self._tried[kind] + 1
+        if self._engine is not None:
+            self._engine.note(kind, right)
+
+    def rate(self, kind: int) -> float:
+        """Returns the share of guesses of a kind that are right, between 0 and 1."""
+        before = self._first[kind] if self._engine is None else self._engine.rate(kind)
+        return (self._right[kind] + self._weight * before) / (self._tried[kind] + self._weight)
 
 
 def _kind(matched: int) -> int:
@@ -131,3 +183,51 @@ def _matched(tokens: Sequence[int], source: int, end: int) -> int:
     while count < min(MOST_COMPARED, source) and tokens[source - 1 - count] == tokens[end - 1 - count]:
         count += 1
     return count
+
+
+def by_model(config: SchedulerConfig, has_layer: bool) -> bool:
+    """Returns whether an engine has the model draft tokens, which may have the layer for it or not.
+
+    Where the layer is asked for, and the files have none, the model is not loaded.
+    """
+    return config.speculates is Speculate.MTP or (config.speculates is Speculate.AUTO and has_layer)
+
+
+def first_rates(most_drafts: int) -> tuple[float, ...]:
+    """Returns the rates that are assumed at first, by the place among the drafts of a step."""
+    return tuple(_FIRST_RATE * _FALLS**place for place in range(most_drafts))
+
+
+class ModelDrafts:
+    """The latest drafts of one request."""
+
+    __slots__ = ("_at", "_drafts", "_rates")
+
+    def __init__(self, rates: Rates) -> None:
+        """``rates`` are those of the engine, by place (``first_rates``)."""
+        self._rates = rates.of_request()
+        self._at = 0
+        self._drafts: Sequence[int] = ()
+
+    def put(self, at: int, drafts: Sequence[int]) -> None:
+        """Takes what may follow the first ``at`` tokens of the request."""
+        self._at, self._drafts = at, drafts
+
+    def read(self, tokens: Sequence[int]) -> None:
+        """Compares drafts with the tokens that have come since, and drops them if any has."""
+        known = tokens[self._at : self._at + len(self._drafts)]
+        for place, token in enumerate(known):
+            right = self._drafts[place] == token
+            self._rates.note(place, right)
+            if not right:
+                break
+        if known:
+            self._drafts = ()
+
+    def guesses(self, tokens: Sequence[int], count: int) -> Sequence[int]:
+        """Returns up to ``count`` tokens that are guessed to follow ``tokens``."""
+        return self._drafts[:count] if self._at == len(tokens) else ()
+
+    def rate(self, number: int = 0) -> float:
+        """Returns how likely the draft after ``number`` right ones is right."""
+        return self._rates.rate(number)
