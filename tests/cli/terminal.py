@@ -15,7 +15,9 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
+from tests.eventually import eventually
 from tests.processes import clean_environ
 
 WAIT_S = 60.0
@@ -76,6 +78,9 @@ class Terminal:
         self.type(text + "\r")
 
     def press_ctrl_c(self) -> None:
+        """Presses it once the program waits: readline does not look at a signal that comes while it draws a letter."""
+        stat = Path(f"/proc/{self.process.pid}/stat")
+        eventually(lambda: stat.read_text().rsplit(")", 1)[1].split()[0] == "S", "the program waits")
         self.type("\x03")
 
     def press_ctrl_d(self) -> None:
