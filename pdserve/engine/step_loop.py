@@ -408,6 +408,8 @@ class StepLoop:
         self._begin(plan, now)
         if not plan.work:
             return None
+        # Launching it may compile kernels, and the step under way may not have ended meanwhile.
+        self._life.show(self._watch.expected_s(step.plan) + self._watch.expected_s(plan))
         self._steps_ahead += 1
         return launch_ahead(self._ahead_runner, plan, before, self._eos_token_ids)
 
