@@ -24,6 +24,7 @@ from pdserve.config import (
     Speculate,
     TransferConfig,
 )
+from pdserve.engine import step_loop
 from pdserve.engine.assembly import CPU_WARM_UP_TOKENS, overlaps, warm_up_tokens
 from pdserve.engine.launched_step import LaunchedStep, StepAhead, decodes_on
 from pdserve.engine.request import Request
@@ -32,6 +33,7 @@ from pdserve.engine.sampling.pending_tokens import KNOWN, DeviceTokens, HostToke
 from pdserve.engine.sampling.sampler import sample
 from pdserve.engine.sampling.sampling_row import SamplingRow
 from pdserve.engine.scheduling.scheduler import Scheduler
+from pdserve.liveness import LifeSign
 from pdserve.models.runner import ModelRunner
 from pdserve.settings import cache_folder
 from pdserve.wire.discovery import Role
@@ -219,6 +221,29 @@ def test_a_request_that_needs_its_last_token_waits_for_it(folder: Path, log: lis
     with engine(folder, overlap=True, scheduler=PLAIN) as client:
         client.together([(prompt(9), greedy(6, bad_words=((5, 6),)), [])])
     assert log == ["launch", "read"] * 6
+
+
+def test_each_step_has_time_before_its_engine_counts_as_hung(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launch may compile kernels, also that of a step ahead, while the step under way is still to be waited for."""
+    shown, at_launch = [0], list[int]()
+    run = ModelRunner.run
+
+    class Sign(LifeSign):
+        def show(self, busy_s: float = 0.0) -> None:
+            shown[0] += 1
+
+    def run_and_note(*args: Any) -> torch.Tensor:
+        # The time that one launch was given is not the next one's.
+        at_launch.append(shown[0])
+        shown[0] = 0
+        return run(*args)
+
+    monkeypatch.setattr(step_loop, "unseen_sign", lambda: Sign(memoryview(bytearray(64)).cast("d"), 0))
+    monkeypatch.setattr(ModelRunner, "run", run_and_note)
+    with engine(folder, overlap=True, scheduler=PLAIN) as client:
+        client.together([(prompt(40), greedy(6), []), (prompt(9), greedy(6), [])])
+    assert len(at_launch) > 6
+    assert min(at_launch) > 0
 
 
 def test_nearly_all_steps_of_a_saturated_engine_are_launched_ahead(folder: Path) -> None:
