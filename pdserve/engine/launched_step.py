@@ -153,19 +153,17 @@ class UnderWay:
     pending: PendingTokens
     rows: Mapping[Request, int]
     """The row of ``pending`` of each request that gets a token."""
-    late: Set[int]
-    """The rows whose tokens are not on the device."""
     next_rows: dict[Request, SamplingRow] = field(default_factory=dict)
     """What the tokens after these are sampled by, of the requests that can follow."""
 
     @classmethod
     def of(cls, step: LaunchedStep) -> UnderWay:
-        return cls(step.pending, dict(zip(step.requests, step.rows, strict=True)), step.pending.late)
+        return cls(step.pending, dict(zip(step.requests, step.rows, strict=True)))
 
     def can_follow(self, request: Request) -> bool:
         """Returns whether a request that gets a token here can have its next one sampled before this one is known."""
-        row = SamplingRow.after_unknown(request)
-        if (self.late and self.rows[request] in self.late) or not can_sample_on_device(row):
+        row, late = SamplingRow.after_unknown(request), self.pending.late
+        if (late and self.rows[request] in late) or not can_sample_on_device(row):
             return False
         self.next_rows[request] = row
         return True

@@ -15,7 +15,7 @@ that it sees them as it would have in a step of its own.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from itertools import islice
 from typing import Protocol
 
@@ -48,7 +48,7 @@ class PendingTokens(Protocol):
         """The rows that were read with another token than the one in ``tokens``, or with none."""
 
     @property
-    def late(self) -> Set[int]:
+    def late(self) -> Collection[int]:
         """The rows that are sampled when they are read."""
 
     def places(self, rows: Sequence[int]) -> Sequence[int]:
@@ -87,8 +87,8 @@ class HostTokens:
         self._logits, self._rows, self._sources, self._eos_token_ids = logits, rows, sources, eos_token_ids
 
     @property
-    def late(self) -> Set[int]:
-        return frozenset(range(len(self._rows)))
+    def late(self) -> Collection[int]:
+        return range(len(self._rows))
 
     def places(self, rows: Sequence[int]) -> Sequence[int]:
         return ()
@@ -123,7 +123,7 @@ class DeviceTokens:
         self._logits: torch.Tensor | None = logits if self._proposed else None
         self._sources = sources
         self.refused: Set[int] = frozenset()
-        self.late: Set[int] = frozenset()
+        self.late: Collection[int] = ()
         best = logits.max(-1)
         (from_row,) = to_device([sources], logits.device)
         self.tokens: torch.Tensor = best.indices.index_select(0, from_row)
@@ -206,7 +206,7 @@ class MixedTokens:
         self._on_host, self._host_rows = on_host, host_rows
         self._places = {row: place for place, row in enumerate(device_rows)}
         self.tokens = on_device.tokens
-        self.late: Set[int] = frozenset(host_rows)
+        self.late: Collection[int] = frozenset(host_rows)
 
     @property
     def refused(self) -> Set[int]:

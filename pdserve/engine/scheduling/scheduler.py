@@ -16,7 +16,7 @@ The scheduler has no tensors, no clocks and no sockets.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 from pdserve.config import Batching, SchedulerConfig
@@ -291,36 +291,17 @@ class Scheduler:
         if len(followed) == len(self._queues.running):
             return True
         ends = {work.request: work.start + work.num_tokens for work in under_way.work}
-        others, prompts = list[tuple[Request, int | None]](), list[tuple[Request, int | None]]()
+        others, prompts = list[Request](), list[Request]()
         for request in self._queues.running:
-            at = ends.get(request)
-            if at is None or at < len(request.token_ids):
-                computed = request.num_computed_tokens if at is None else at
-                (prompts if computed < request.num_prompt_tokens else others).append((request, at))
-        if not self._plan_running_ahead(others, plan, budget):
+            computed = ends.get(request, request.num_computed_tokens)
+            # Those that follow, or end with the token that comes, are computed as far as they are known.
+            if request not in ends or computed < len(request.token_ids):
+                (prompts if computed < request.num_prompt_tokens else others).append(request)
+        if not self._plan_running(others, plan, budget, ends):
             return False
         if prompts:
             self._admission.admit_short(plan, budget, now)
-        return self._plan_running_ahead(prompts, plan, budget)
-
-    def _plan_running_ahead(
-        self, requests: Sequence[tuple[Request, int | None]], plan: BatchPlan, budget: StepBudget
-    ) -> bool:
-        """Plans these requests, each with where the step under way ends if that has work of it.
-
-        Returns False if there are too few blocks.
-        """
-        for request, at in requests:
-            if request.sampling.grammar is not None and request.awaits_grammar:
-                continue
-            work = plan.next_work(request, budget.for_request(request, at), at)
-            if work is None:
-                continue
-            if not self._blocks.reserve(request, work.start + work.num_tokens):
-                return False
-            plan.work.append(work)
-            budget.spend(work)
-        return True
+        return self._plan_running(prompts, plan, budget, ends)
 
     def postprocess(
         self,
@@ -581,19 +562,36 @@ class Scheduler:
             self._admission.admit_short(plan, budget, now)
         self._plan_running(prompts, plan, budget)
 
-    def _plan_running(self, requests: Sequence[Request], plan: BatchPlan, budget: StepBudget) -> None:
+    def _plan_running(
+        self,
+        requests: Sequence[Request],
+        plan: BatchPlan,
+        budget: StepBudget,
+        ends: Mapping[Request, int] | None = None,
+    ) -> bool:
+        """Plans work of these requests. Returns False if there are too few blocks in a plan made ahead.
+
+        Such a plan has ``ends``: where the step under way ends in each request that it has work of. For it, nothing is
+        preempted.
+        """
         for request in requests:
             if request.status is not Status.RUNNING:
                 continue
             if request.sampling.grammar is not None and request.awaits_grammar:
                 continue
-            work = plan.next_work(request, budget.for_request(request))
+            at = None if ends is None else ends.get(request)
+            work = plan.next_work(request, budget.for_request(request, at), at)
             if work is None:
                 continue
-            tokens = request.num_computed_tokens + work.num_tokens
-            if self._blocks.reserve(request, tokens) or self._find_blocks(request, tokens, plan):
-                plan.work.append(work)
-                budget.spend(work)
+            tokens = work.start + work.num_tokens
+            if not self._blocks.reserve(request, tokens):
+                if ends is not None:
+                    return False
+                if not self._find_blocks(request, tokens, plan):
+                    continue
+            plan.work.append(work)
+            budget.spend(work)
+        return True
 
     def _find_blocks(self, request: Request, tokens: int, plan: BatchPlan) -> bool:
         """Grows a running request's block table; blocks come from waiting requests, then from the youngest running.
