@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +109,8 @@ def save(case: str, folder: Path, **changes: object) -> Path:
     torch.manual_seed(sum(case.encode()))
     auto: Any = AutoModelForImageTextToText
     of_kind: Any = CONFIG_MAPPING[kind]
-    config = of_kind(text_config=text, vision_config=vision, **changes)
+    # transformers writes into what it is given, and cases share parts.
+    config = of_kind(text_config=deepcopy(text), vision_config=deepcopy(vision), **changes)
     model: PreTrainedModel = auto.from_config(config, dtype=torch.float32)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if "correction" in name:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import sys
+from copy import deepcopy
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -289,7 +290,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 def config_of(case: str, **changes: object) -> PretrainedConfig:
     family, settings = CASES[case]
-    return CONFIG_MAPPING[family](**settings | changes)
+    # transformers writes into what it is given, and cases share parts.
+    return CONFIG_MAPPING[family](**deepcopy(settings | changes))
 
 
 def save_tiny(case: str, folder: Path, **changes: object) -> Path:
