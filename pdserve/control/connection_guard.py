@@ -104,14 +104,14 @@ class ConnectionGuard:
         for descriptor, size in sorted(waiting.items(), key=lambda item: -item[1]):
             if size > self._limit or total > TOTAL * self._limit:
                 total -= size
-                self.cut(descriptor, port, f"{size} bytes wait of a message that is not complete")
+                self._cut(descriptor, port, f"{size} bytes wait of a message that is not complete")
         strangers = [descriptor for descriptor, connection in self._connections.items() if connection.stranger]
         for descriptor in strangers:
             if self._connections[descriptor].received > MAX_STRANGER_BYTES:
-                self.cut(descriptor, port, f"more than {MAX_STRANGER_BYTES} bytes, and nothing authentic among them")
+                self._cut(descriptor, port, f"more than {MAX_STRANGER_BYTES} bytes, and nothing authentic among them")
         strangers = [descriptor for descriptor in strangers if descriptor in self._connections]
         for descriptor in strangers[: max(0, len(strangers) - MAX_STRANGERS)]:
-            self.cut(descriptor, port, f"more than {MAX_STRANGERS} have said nothing authentic")
+            self._cut(descriptor, port, f"more than {MAX_STRANGERS} have said nothing authentic")
 
     def _waiting(self, descriptor: int, port: int) -> int:
         """Returns the bytes received since the last message was seen. Forgets a connection that is gone."""
@@ -127,7 +127,7 @@ class ConnectionGuard:
         connection.received = received
         return received - connection.since
 
-    def cut(self, descriptor: int, port: int, why: str) -> None:
+    def _cut(self, descriptor: int, port: int, why: str) -> None:
         """Ends the connection, and logs some of the reasons. Messages that came over it before can still be read."""
         self._cuts += 1
         if self._throttle.add(time.monotonic()):
@@ -180,14 +180,13 @@ class RoutedMessage:
     """The frame; empty if the message has another number of parts than ``MAX_PARTS``."""
     connection: int
     """The connection, as ``connection_of`` returns it."""
-    too_long: bool = False
-    """Whether the message has so many parts that its connection must be cut. The parts are dropped."""
 
 
 class MessageReader:
     """Reads a ROUTER's messages, and drops a message of a million parts a few of them at a time.
 
-    Meanwhile no other message can be read, because ZMQ gives out the parts of a message together.
+    Meanwhile no other message can be read, because ZMQ gives out the parts of a message together. The sender is not cut
+    here: if it has gone since, its descriptor may be that of a newcomer. ``ConnectionGuard`` cuts it for its bytes.
     """
 
     def __init__(self, router: zmq.Socket[bytes]) -> None:
@@ -207,7 +206,7 @@ class MessageReader:
             return None
         self.dropping = parts[-1].more
         frame = parts[1].bytes if len(parts) == MAX_PARTS else b""
-        return RoutedMessage(parts[0].bytes, frame, connection_of(parts[-1]), self.dropping)
+        return RoutedMessage(parts[0].bytes, frame, connection_of(parts[-1]))
 
     def _drop(self) -> bool:
         """Drops some parts. Returns whether all are dropped."""

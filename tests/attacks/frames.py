@@ -303,7 +303,7 @@ def _formless() -> Iterator[FrameCase]:
         too_large: Callable[[Known], Messages] = lambda _: [[bytes(MAX_FRAME_BYTES + 1)]]  # noqa: E731  # short
         yield FrameCase(f"{port}: a message above what is taken", purpose, too_large, cuts=True)
         parts: Callable[[Known], Messages] = lambda _: [[b""] * 1_000]  # noqa: E731
-        yield FrameCase(f"{port}: a thousand parts", purpose, parts, cuts=True)
+        yield FrameCase(f"{port}: a thousand parts", purpose, parts)
     large: Callable[[Known], Messages] = lambda _: [[bytes(MAX_FRAME_BYTES)]]  # noqa: E731  # beside its like
     yield FrameCase("a message as large as is taken", Purpose.TRANSFER, large)
 

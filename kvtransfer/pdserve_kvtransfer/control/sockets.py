@@ -169,8 +169,6 @@ class ControlServer:
             message = self._reader.read()
             if message is None:
                 return batch, self._reader.dropping
-            if message.too_long:
-                self._guard.cut(message.connection, self._port, "a message of more than one part")
             batch.append(message)
             size += len(message.frame)
         return batch, True

@@ -231,8 +231,6 @@ class DiscoveryServer:
                 self._registry.extend_leases(self._clock() - began)
             if message is None:
                 return not self._reader.dropping
-            if message.too_long:
-                self._guard.cut(message.connection, self._port, "a message of more than one part")
             self._guard.heard(message.connection)
             await self._take(message)
         return False

@@ -123,7 +123,7 @@ def test_a_message_of_very_many_parts_costs_its_sender_the_connection_and_nobody
     with pair() as rig:
         transfer_lands(rig)
         port = int(rig.prefill.address.rpartition(":")[2])
-        with many_parts(port, 300_000, timeout_s=20.0) as connection:
+        with many_parts(port, 600_000, timeout_s=20.0) as connection:
             transfer_lands(rig)
             assert is_cut(connection)
 
