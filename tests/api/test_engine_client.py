@@ -7,12 +7,15 @@ import itertools
 import json
 import os
 import signal
+import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from pdserve.api.generation.engine_client import EngineChannel, EngineClient, EngineState, PromptChoices, WantedChoice
@@ -20,7 +23,7 @@ from pdserve.api.generation.generation import DEADLINE_GRACE_S, Generation
 from pdserve.config import ParallelConfig, SchedulerConfig, StreamConfig
 from pdserve.errors import ConfigError, EngineError, InvalidRequest, Unavailable
 from pdserve.liveness import loop_names
-from pdserve.wire.engine import EngineStats, FinishReason, RequestOutput, Stats, StepOutput
+from pdserve.wire.engine import EngineFailed, EngineStats, FinishReason, RequestOutput, Stats, StepOutput
 from pdserve.wire.engine_counts import QueueStats
 from pdserve.wire.sampling_params import SamplingParams
 from tests.api.behaviour import ENGINE_FAILURE, Behaviour
@@ -180,6 +183,52 @@ async def test_death_of_the_engine_ends_every_request(
     finally:
         await client.stop(5.0)
     assert client.state is EngineState.LOST
+
+
+LAST_WORDS = """
+import sys, zmq
+context = zmq.Context()
+socket = context.socket(zmq.PAIR)
+socket.connect(sys.argv[1])
+for _ in range(int(sys.argv[2])):
+    socket.send(bytes.fromhex(sys.argv[3]))
+socket.close(60_000)
+context.term()
+"""
+
+
+@contextmanager
+def busy_cores() -> Iterator[None]:
+    """Leaves no core free."""
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in os.sched_getaffinity(0)]
+    try:
+        yield
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
+
+
+def threads() -> set[int]:
+    return {int(name) for name in os.listdir("/proc/self/task")}
+
+
+async def test_all_is_heard_that_an_engine_has_said_before_its_end(tmp_path: Path) -> None:
+    """ZMQ's own threads come last and no core is free, so the process is gone long before it is heard."""
+    said = [EngineFailed(f"{ENGINE_FAILURE} " * 200)] * 200
+    with busy_cores():
+        for number in range(5):
+            heard: list[object] = []
+            address, before = f"ipc://{tmp_path}/{number}", threads()
+            channel = EngineChannel(address, heard.append, heard.append)
+            for thread in threads() - before:
+                os.sched_setscheduler(thread, os.SCHED_IDLE, os.sched_param(0))
+            words = [address, str(len(said)), msgspec.msgpack.encode(said[0]).hex()]
+            engine = await asyncio.create_subprocess_exec(sys.executable, "-c", LAST_WORDS, *words)
+            await engine.wait()
+            await channel.last_words(WAIT_S)
+            channel.close()
+            assert heard == said
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ SOCKET_NAME = "the engine's socket"
 START_SILENCE_S = 600.0
 """An engine may take as long as it needs to start, but must not be silent for so long."""
 LAST_WORDS_S = 2.0
-"""How long an engine has to exit that has said that it fails."""
+"""How long an engine has to exit that has said that it fails, and how long what it said before its end may take."""
 RETRY_AFTER_S = 1
 
 
@@ -358,7 +358,7 @@ class EngineClient:
 
     async def _watch_end(self, process: ChildProcess) -> None:
         await process.wait()
-        self._channel.drain()
+        await self._channel.last_words(LAST_WORDS_S)
         self._lose(EngineError(process.describe_end()))
 
     async def _watch_life(self, process: ChildProcess) -> None:
@@ -435,8 +435,9 @@ class EngineChannel:
             self._socket.close()
             self._context.term()
             raise
+        self._news = asyncio.Event()
         self._fd = cast("int", self._socket.getsockopt(zmq.FD))
-        self._loop.add_reader(self._fd, self._drain)
+        self._loop.add_reader(self._fd, self._hear)
 
     def send(self, message: ToEngine) -> bool:
         """Sends ``message``. Returns False if there is no engine (any more) to take it."""
@@ -456,10 +457,24 @@ class EngineChannel:
             self._socket.close()
             self._context.term()
 
-    def drain(self) -> None:
-        """Handles all that has arrived from a process that has ended: its last words count."""
+    async def last_words(self, within_s: float) -> None:
+        """Handles all that a process has sent that has ended.
+
+        The kernel may still have a part of it when the process is gone. ZMQ reads the end of the connection behind it,
+        and takes nothing to send any more then.
+        """
+        with suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                while not self._socket.closed and self._socket.poll(0, zmq.POLLOUT):
+                    self._news.clear()
+                    if not self._drain():
+                        await self._news.wait()
         while self._drain():
             pass
+
+    def _hear(self) -> None:
+        self._news.set()
+        self._drain()
 
     def _drain(self) -> bool:
         """Handles what has arrived, at most ``DRAIN_AT_ONCE`` messages. Returns whether there may be more."""
