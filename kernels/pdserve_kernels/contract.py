@@ -192,6 +192,13 @@ class ExpertsForm:
     """fp32 ``[count]``: what is added to the scores by which experts are chosen."""
     factors: torch.Tensor | None = None
     """``[count]``: what the weights of experts are multiplied by in the end."""
+    some: range | None = None
+    """The experts of this rank, where other ranks have the others; None for all."""
+
+    @property
+    def own(self) -> range:
+        """The experts whose weights there are. A row gets nothing from the others."""
+        return range(self.count) if self.some is None else self.some
 
 
 class Experts(Protocol):

@@ -381,7 +381,7 @@ def experts(
     """
     factors, chosen = route(logits, form.routing, form.correction, form.factors)
     out = torch.zeros_like(x, dtype=torch.float32) if beside is None else beside.float()
-    for number, (inner, down, inner_bias, down_bias) in enumerate(weights):
+    for number, (inner, down, inner_bias, down_bias) in zip(form.own, weights, strict=True):
         rows, places = (chosen == number).nonzero(as_tuple=True)
         weight, given = factors[rows, places].unsqueeze(1), x[rows].float()
         if form.weighs_inputs:

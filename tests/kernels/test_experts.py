@@ -116,6 +116,23 @@ def test_inputs_are_weighed(kernels: Kernels) -> None:
     close(made(kernels, form, weights_of(dense))(x, logits), reference.experts(x, logits, form, dense))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_ranks_that_have_some_of_the_experts_add_up(kernels: Kernels, dtype: torch.dtype) -> None:
+    """One of them has no expert that a row is sent to."""
+    torch.manual_seed(4)
+    form = replace(FORM, dtype=dtype)
+    dense = random_experts(form, biased=True)
+    x, logits = torch.randn(40, form.hidden).to(dtype), torch.randn(40, form.count)
+    logits[:, 6:] = -100.0
+    parts: list[torch.Tensor] = []
+    for some in (range(3), range(3, 6), range(6, 8)):
+        own = replace(form, some=some)
+        parts.append(made(kernels, own, weights_of(dense[some.start : some.stop]))(x, logits))
+        close(parts[-1], reference.experts(x, logits, own, dense[some.start : some.stop]))
+    assert not parts[2].any()
+    close(sum(parts[1:], parts[0]), reference.experts(x, logits, form, dense))
+
+
 RULES = [
     Routing(3),
     Routing(12, normalised=True, scale=0.5),

@@ -1,4 +1,4 @@
-"""Tests experts: the results of the ranks of a tensor-parallel group add up to the result of a single rank."""
+"""Tests experts: the results of ranks, with some experts or some channels each, add up to the result of one."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from pdserve.models.checkpoint.config_reading import read_family_config
 from pdserve.models.checkpoint.weights import Checkpoint
 from pdserve.models.parts.experts import Experts
 from pdserve.models.parts.projections import Building
+from pdserve.models.tp import shares
 from pdserve.models.tp.shares import Alone, TpGroup
 from pdserve_kernels.cpu.torch_kernels import TorchKernels
 from tests.tiny_models import save_tiny_model
@@ -51,7 +52,9 @@ def experts(folder: Path, tp: TpGroup) -> Experts:
     return Experts(config.hidden_size, building, config.experts, "model.layers.0.")
 
 
-def test_ranks_add_up(tmp_path: Path) -> None:
+@pytest.mark.parametrize("least", [1, shares.LEAST_CHANNELS], ids=["channels", "experts"])
+def test_ranks_add_up(least: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shares, "LEAST_CHANNELS", least)
     folder = save_tiny_model("qwen3-moe", tmp_path)
     x = torch.randn(9, 60, generator=torch.Generator().manual_seed(0))
     whole = experts(folder, Alone())(x)

@@ -95,17 +95,17 @@ class CompiledExperts:
         self._library, self._form = library, form
         self._route = CompiledRouter(library, form.routing, form.count, form.correction, form.factors)
         self._kept: list[torch.Tensor] = []
-        self._array = (CExpert * form.count)()
+        self._array = (CExpert * len(form.own))()
         self._packing = _Packing(library, memory, form)
         taken = 0
         for number, each in enumerate(weights):
             self._array[number] = self._expert(each)
             taken += 1
-        if taken != form.count:
-            raise ValueError(f"{form.count} experts are wanted, and there are {taken}")
+        if taken != len(form.own):
+            raise ValueError(f"{len(form.own)} experts are wanted, and there are {taken}")
         self._experts = CExperts(
             experts=ctypes.addressof(self._array),
-            count=form.count,
+            count=len(form.own),
             hidden=form.hidden,
             channels=form.channels,
             chosen=form.routing.chosen,
@@ -125,6 +125,8 @@ class CompiledExperts:
                 own = f"[{len(logits)}, {form.hidden}] {form.dtype}"
                 raise ValueError(f"experts of {own} were given {list(given.shape)} {given.dtype}")
         weights, chosen = self._route(logits)
+        if form.some is not None:
+            chosen -= form.own.start
         x, beside = x.contiguous(), None if beside is None else beside.contiguous()
         out = torch.empty_like(x)
         rows = CExpertRows(

@@ -58,9 +58,10 @@ class LoopedExperts:
         chosen = experts.flatten()
         order = chosen.argsort(stable=True)
         tokens, weights = order // form.routing.chosen, weights.to(x.dtype).flatten()[order].unsqueeze(1)
-        out, first = torch.zeros_like(x) if beside is None else beside.clone(), 0
+        out = torch.zeros_like(x) if beside is None else beside.clone()
         counts: list[int] = chosen.bincount(minlength=form.count).tolist()
-        for expert, count in zip(self._experts, counts, strict=True):
+        first = sum(counts[: form.own.start])
+        for expert, count in zip(self._experts, counts[form.own.start : form.own.stop], strict=True):
             if count:
                 group = slice(first, first + count)
                 mine = tokens[group]

@@ -366,15 +366,15 @@ class TritonExperts:
             inner = [_read(weight) for weight in each.inner]
             down = _read(each.down)
             if not number:
-                self._inner = down.new_empty((form.count, outputs, form.hidden))
-                self._down = down.new_empty((form.count, form.hidden, form.channels))
+                self._inner = down.new_empty((len(form.own), outputs, form.hidden))
+                self._down = down.new_empty((len(form.own), form.hidden, form.channels))
             if sum(map(len, inner)) != outputs:
                 raise ValueError(f"{outputs} outputs are wanted of an expert, and there are {sum(map(len, inner))}")
             torch.cat(inner, out=self._inner[number])
             self._down[number].copy_(down)
             biases.append((each.inner_bias, each.down_bias))
-        if len(biases) != form.count:
-            raise ValueError(f"{form.count} experts are wanted, and there are {len(biases)}")
+        if len(biases) != len(form.own):
+            raise ValueError(f"{len(form.own)} experts are wanted, and there are {len(biases)}")
         self._inner_bias, self._down_bias = (_stacked(found) for found in zip(*biases, strict=True))
 
     def __call__(self, x: torch.Tensor, logits: torch.Tensor, beside: torch.Tensor | None = None) -> torch.Tensor:
@@ -384,10 +384,13 @@ class TritonExperts:
             return out
         count = form.routing.chosen
         factors, chosen = route(logits, form.routing, self._correction, self._factors)
-        by_expert = sort_rows(chosen, form.count)
+        if form.some is not None:  # what belongs to other ranks has numbers that no expert has
+            chosen -= form.own.start
+        by_expert = sort_rows(chosen, len(form.own))
         places = (by_expert.order, by_expert.tiles)
         middle = torch.empty((rows * count, form.channels), dtype=x.dtype, device=x.device)
-        results = torch.empty((rows * count, form.hidden), dtype=x.dtype, device=x.device)
+        empty = torch.empty if form.some is None else torch.zeros
+        results = empty((rows * count, form.hidden), dtype=x.dtype, device=x.device)
         columns = min(COLUMNS, max(16, triton.next_power_of_2(form.channels)))
         warps = 4 if by_expert.rows <= 64 else 8
         launch_fitting(

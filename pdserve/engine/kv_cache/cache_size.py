@@ -42,6 +42,7 @@ from pdserve.models.sizes import (
     gpu_scheduler,
     gpu_share,
 )
+from pdserve.models.tp.shares import shares_out_experts
 from pdserve.wire.cache_groups import Keep
 from pdserve_kernels.feed_forward import Activation
 
@@ -171,7 +172,9 @@ def _feed_numbers(decoder: DecoderConfig, recipe: FeedForwardRecipe, ranks: int)
     if isinstance(recipe, MlpRecipe):
         return _INNER_NUMBERS.get(recipe.activation, 4) * -(-recipe.channels // ranks)
     # What each chosen expert makes of a token is there, in between and in the end.
-    routed = recipe.chosen * (-(-recipe.expert.channels // ranks) + decoder.hidden_size)
+    channels = recipe.expert.channels
+    shared_out = shares_out_experts(ranks, recipe.count, channels)
+    routed = recipe.chosen * ((channels if shared_out else -(-channels // ranks)) + decoder.hidden_size)
     if recipe.shared is None:
         return routed
     # The result of the shared expert is there beside, and once more while a gate weighs it.

@@ -211,6 +211,10 @@ class Checkpoint:
         blocks = _picked(_joined_by([part.blocks for part in found], len(widths)), rows)
         return replace(found[0], blocks=blocks, key=_key(stored, rows, columns))
 
+    def leave(self, name: str, shape: tuple[int, ...], *, transposed: bool = False) -> None:
+        """Leaves a tensor, of which another rank reads all, unread. It is checked as ``take`` does."""
+        self._claim(name, shape[::-1] if transposed else shape)
+
     def unstack(self, name: str, pattern: str, count: int) -> None:
         """Gives each part of the first dimension of a tensor a name: ``pattern`` with its number in place of ``{}``.
 

@@ -11,12 +11,15 @@ from pdserve.models.parts.feed_forward import Mlp, inner_projections
 from pdserve.models.parts.norms import LoadedNorm, RmsNorm, load_norm
 from pdserve.models.parts.projections import Building, column_weights
 from pdserve.models.recipe import ExpertsRecipe, MlpBesideExperts, MlpRecipe, Norm
-from pdserve.models.tp.shares import share
+from pdserve.models.tp.shares import expert_share
 from pdserve_kernels.contract import ExpertsForm, ExpertWeights
 
 
 class Experts:
-    """All experts of a layer and their router, with this rank's part of the channels of each."""
+    """The experts of a layer and their router.
+
+    A rank has some of the experts, or a part of the channels of each, whichever makes the better products.
+    """
 
     def __init__(self, hidden_size: int, building: Building, recipe: ExpertsRecipe, prefix: str) -> None:
         """Takes the tensors whose names begin with ``prefix``. Raises ModelError if the rule cannot choose experts."""
@@ -36,7 +39,7 @@ class Experts:
         expert = _expert_recipe(hidden_size, building, recipe, prefix)
         if expert.gate_scale != 1.0:
             raise ModelError(f"gates of experts that are multiplied by {expert.gate_scale} are not supported")
-        mine = share(building.tp, expert.channels, "channels of an expert")
+        own, mine = expert_share(building.tp, recipe.count, expert.channels)
         form = ExpertsForm(
             recipe.count,
             hidden_size,
@@ -48,13 +51,15 @@ class Experts:
             recipe.weighs_inputs,
             correction,
             factors,
+            own if len(own) < recipe.count else None,
         )
         try:
             form.routing.check(form.count)
         except ValueError as exc:
             raise ModelError(f"{checkpoint.path}: {exc}") from exc
-        numbers = range(recipe.count)
-        weights = (_expert(hidden_size, building, _numbered(expert, i), prefix, mine) for i in numbers)
+        for number in set(range(recipe.count)).difference(own):
+            _leave(hidden_size, building, _numbered(expert, number), prefix)
+        weights = (_expert(hidden_size, building, _numbered(expert, i), prefix, mine) for i in own)
         self._experts = building.kernels.experts(form, weights)
         self._shared = None if recipe.shared is None else Mlp(hidden_size, building, recipe.shared, prefix)
         self._shared_gate = None
@@ -133,6 +138,19 @@ def _expert(hidden_size: int, building: Building, recipe: MlpRecipe, prefix: str
     bias = None
     if recipe.down in recipe.biased:
         bias = building.checkpoint.take(f"{prefix}{recipe.down}.bias", (hidden_size,))
-    # The sum over the ranks is taken once a layer, not once an expert. Only rank 0 has the bias in it.
-    own = bias if building.tp.rank == 0 else None
+    # The sum over the ranks is taken once a layer, not once an expert. Of ranks that share one, rank 0 has its bias.
+    own = bias if building.tp.rank == 0 or mine == slice(0, recipe.channels) else None
     return ExpertWeights(tuple(weights), down, torch.cat(biases) if biases else None, own)
+
+
+def _leave(hidden_size: int, building: Building, recipe: MlpRecipe, prefix: str) -> None:
+    """Leaves an expert's tensors to the rank that has it."""
+    whole = slice(0, recipe.channels)
+    for part in inner_projections(recipe, prefix, whole):
+        building.checkpoint.leave(f"{part.name}.weight", (part.outputs, hidden_size), transposed=part.transposed)
+        if part.biased:
+            building.checkpoint.leave(f"{part.name}.bias", (part.outputs,))
+    shape = (hidden_size, recipe.channels)
+    building.checkpoint.leave(f"{prefix}{recipe.down}.weight", shape, transposed=recipe.transposed)
+    if recipe.down in recipe.biased:
+        building.checkpoint.leave(f"{prefix}{recipe.down}.bias", (hidden_size,))

@@ -80,6 +80,26 @@ def share(tp: TpGroup, total: int, what: str) -> slice:
     return slice(tp.rank * each, (tp.rank + 1) * each)
 
 
+LEAST_CHANNELS = 512
+"""Ranks share experts out where each would have fewer channels of every one.
+
+Products of few channels are slow, and their weights in blocks of 256 numbers would be cut within a block.
+"""
+
+
+def shares_out_experts(ranks: int, experts: int, channels: int) -> bool:
+    """Returns whether each of so many ranks has some of the experts, and not a part of the channels of each."""
+    return ranks > 1 and experts % ranks == 0 and channels < LEAST_CHANNELS * ranks
+
+
+def expert_share(tp: TpGroup, experts: int, channels: int) -> tuple[range, slice]:
+    """Returns this rank's experts of a layer and its channels of each. Raises ModelError if neither can be shared."""
+    if shares_out_experts(tp.size, experts, channels):
+        each = experts // tp.size
+        return range(tp.rank * each, (tp.rank + 1) * each), slice(0, channels)
+    return range(experts), share(tp, channels, "channels of an expert")
+
+
 def vocab_share(tp: TpGroup, vocab_size: int) -> slice:
     """Returns this rank's part of the vocabulary. All parts are equal, but the last ones may be smaller, or empty."""
     each = vocab_part(tp, vocab_size)

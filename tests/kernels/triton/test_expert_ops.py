@@ -82,7 +82,7 @@ def weights_of(form: ExpertsForm, *, biased: bool) -> list[reference.Dense]:
             torch.randn(inner).to(form.dtype) if biased else None,
             torch.randn(form.hidden).to(form.dtype) if biased else None,
         )
-        for _ in range(form.count)
+        for _ in form.own
     ]
 
 
@@ -129,6 +129,12 @@ def test_inputs_are_weighed() -> None:
     torch.manual_seed(2)
     form = replace(FORM, routing=Routing(2, Scoring.SIGMOID_OF_CHOSEN), weighs_inputs=True)
     check(form, 9, biased=True, beside=True)
+
+
+@pytest.mark.parametrize("some", [range(2), range(2, FORM.count)])
+def test_a_rank_has_some_of_the_experts(some: range) -> None:
+    torch.manual_seed(3)
+    check(replace(FORM, some=some), 9, biased=True, beside=True)
 
 
 @pytest.mark.parametrize("rows", [1, 90])

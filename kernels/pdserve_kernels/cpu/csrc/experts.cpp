@@ -111,17 +111,17 @@ Lanes bias_part(const void* bias, long column, long width) {
 
 // The rows of a part of a step, sorted by expert.
 struct Sorted {
-  long count = 0;          // of assignments
+  long count;              // of assignments to these experts
   int32_t *order, *owner;  // of each place: the assignment, row * chosen + which, and its expert's number among `active`
   int32_t *starts, *active;
   long experts = 0;  // with rows: active[i] has those of the places from starts[i] to starts[i + 1]
 
-  Sorted(const int32_t* chosen, long assigned, long of) : count(assigned) {
+  Sorted(const int32_t* chosen, long assigned, long of) {
     auto* room = kept<int32_t>(Keep::kPlaces, 2 * assigned + 3 * of + 2);
     order = room, owner = order + assigned, starts = owner + assigned, active = starts + of + 1;
     int32_t* next = active + of;
     std::memset(next, 0, of * sizeof *next);
-    for (long a = 0; a < assigned; a++) next[chosen[a]]++;
+    for (long a = 0; a < assigned; a++) if (uint32_t(chosen[a]) < of) next[chosen[a]]++;
     int32_t at = 0;
     for (long e = 0; e < of; e++) {
       const int32_t rows = next[e];
@@ -131,8 +131,8 @@ struct Sorted {
       starts[experts] = at, active[experts++] = int32_t(e);
       at += rows;
     }
-    starts[experts] = at;
-    for (long a = 0; a < assigned; a++) order[next[chosen[a]]++] = int32_t(a);
+    starts[experts] = count = at;
+    for (long a = 0; a < assigned; a++) if (uint32_t(chosen[a]) < of) order[next[chosen[a]]++] = int32_t(a);
   }
 };
 

@@ -31,7 +31,7 @@ struct Router {
 
 struct ExpertRows {
   const void* x;          // [rows, hidden]
-  const int32_t* chosen;  // [rows, chosen]
+  const int32_t* chosen;  // [rows, chosen]; numbers that are none of the experts count for nothing
   const float* weights;   // [rows, chosen]
   const void* beside;     // [rows, hidden], or null
   void* out;              // [rows, hidden]
