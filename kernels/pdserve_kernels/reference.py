@@ -105,6 +105,41 @@ def activated(inner: torch.Tensor, activation: Activation, *, gated: bool) -> to
     return _ALONE[activation](gate) * up
 
 
+LEAST_EXPONENT = 16
+"""The smallest exponent that is stored with numbers in FP8. With it, bf16 has all of them as normal numbers."""
+NOT_FINITE = 255
+"""The exponent that is stored where a number was not finite: all numbers that are read there are NaN."""
+_LARGEST_EXPONENT = 7
+"""The largest of some numbers is scaled to [128, 256). e4m3 ends at 448, so no number is rounded beyond its end."""
+
+
+def quantised(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns ``x``, ``[..., head_dim]``, in FP8: e4m3 as uint8 of its shape, and exponents, uint8 ``[...]``.
+
+    The scale of a row is a power of two, so that it adds no error of its own: a number is off by 1/16 of itself at
+    most, or by 2 ** -17 of the largest of its row.
+    """
+    wide = x.float()
+    bits = wide.abs().amax(-1).nan_to_num(torch.inf, torch.inf).view(torch.int32) >> 23
+    finite = bits < 255
+    exponent = (bits - _LARGEST_EXPONENT).clamp(min=LEAST_EXPONENT)
+    # 2 ** -(exponent - 127): of an fp32 number, the exponent is stored in the same way.
+    factor = ((254 - exponent) << 23).view(torch.float32)
+    scaled = torch.where(finite.unsqueeze(-1), wide * factor.unsqueeze(-1), 0.0)
+    return scaled.to(torch.float8_e4m3fn).view(torch.uint8), torch.where(finite, exponent, NOT_FINITE).to(torch.uint8)
+
+
+def dequantised(numbers: torch.Tensor, exponents: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Returns in ``dtype`` what ``quantised`` made. bf16 and fp32 have each of these numbers exactly."""
+    scale = (exponents.int() << 23).view(torch.float32)
+    return (numbers.view(torch.float8_e4m3fn).float() * scale.unsqueeze(-1)).to(dtype)
+
+
+def stored(cache: torch.Tensor, layout: KvLayout) -> torch.Tensor:
+    """Returns blocks in the model's dtype, ``[num_blocks, kv_heads, layers, tiles, block_size, head_dim]``."""
+    return dequantised(*layout.split(cache), layout.dtype) if layout.fp8 else cache
+
+
 def kv_write(
     cache: torch.Tensor, layout: KvLayout, layer: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> None:
@@ -114,9 +149,13 @@ def kv_write(
     """
     for i, slot in enumerate(slots.tolist()):
         block, offset = divmod(slot, layout.block_size)
-        cache[block, :, layer, 0, offset] = key[i]
-        if not layout.shared_channels:
-            cache[block, :, layer, 1, offset] = value[i]
+        for tile, given in enumerate((key,) if layout.shared_channels else (key, value)):
+            to = cache[block, :, layer, tile]
+            if layout.fp8:
+                numbers, exponents = layout.split(to)
+                numbers[:, offset], exponents[:, offset] = quantised(given[i])
+            else:
+                to[:, offset] = given[i]
 
 
 def paged_attention(
@@ -142,9 +181,9 @@ def paged_attention(
     ``sinks``, ``[heads]``, are scores of one more key without a value.
     """
     new, heads, head_dim = query.shape
-    tiles = cache[blocks, :, layer].float()
-    stored = tiles.permute(2, 1, 0, 3, 4).reshape(layout.tiles_a_layer, layout.kv_heads, -1, head_dim)
-    keys, values = stored[0, :, :context_len], stored[-1, :, :context_len, : layout.value_dim]
+    tiles = stored(cache[blocks, :, layer], layout).float()
+    by_head = tiles.permute(2, 1, 0, 3, 4).reshape(layout.tiles_a_layer, layout.kv_heads, -1, head_dim)
+    keys, values = by_head[0, :, :context_len], by_head[-1, :, :context_len, : layout.value_dim]
     group = heads // layout.kv_heads
     keys, values = keys.repeat_interleave(group, 0), values.repeat_interleave(group, 0)
     scores = torch.einsum("qhd,hkd->hqk", query.float(), keys) * (head_dim**-0.5 if scale is None else scale)

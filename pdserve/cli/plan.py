@@ -241,7 +241,7 @@ def _memory(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     from pdserve.bench.report import Report, render, this_machine, to_json
     from pdserve.hub.finding import find_model
     from pdserve.models.checkpoint.config_reading import read_decoder_config
-    from pdserve.models.checkpoint.weight_form import ITEM_BYTES
+    from pdserve.models.checkpoint.weight_form import cache_item_bytes
     from pdserve.models.layer_groups import Load
     from pdserve.models.sizes import CPU_MOST_TOKENS
     from pdserve.plan.memory import cache_need
@@ -253,7 +253,8 @@ def _memory(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     context = asked or decoder.max_positions
     steps = Load(requests, config.scheduler.max_num_batched_tokens or CPU_MOST_TOKENS, context, asked)
     prompt, size = config.memory.moved_tokens or context, config.cache.block_size
-    need = cache_need(decoder, ITEM_BYTES[config.model.dtype], size, steps, prompt, config.cache.kv_cache_mib)
+    item_bytes = cache_item_bytes(config.model.dtype, config.cache.kv_cache_dtype)
+    need = cache_need(decoder, item_bytes, size, steps, prompt, config.cache.kv_cache_mib)
     if config.cache.kv_cache_mib:
         verdict = f"--kv-cache-mib {need.mib} holds {need.requests:,} of them at once"
     else:

@@ -14,8 +14,8 @@ from pdserve.errors import ConfigError
 from pdserve.machine.memory import MIB, available_memory
 from pdserve.models.checkpoint.config_reading import has_own_decoder, read_decoder_config
 from pdserve.models.checkpoint.gguf.file import forget_gguf
-from pdserve.models.checkpoint.weight_form import ITEM_BYTES, model_size
-from pdserve.models.layer_groups import Load, group_blocks, group_sizes
+from pdserve.models.checkpoint.weight_form import cache_item_bytes, model_size
+from pdserve.models.layer_groups import Load, check_kv_dtype, group_blocks, group_sizes
 from pdserve.models.sizes import GPU_ONLY, check_weights, cpu_cache, fitting_context
 
 
@@ -33,10 +33,11 @@ def check_model(
     if not has_own_decoder(path):
         return
     decoder = read_decoder_config(path)
-    size = model_size(path, decoder, model, kernels)
+    check_kv_dtype(decoder, cache.kv_cache_dtype)
+    size = model_size(path, decoder, model, kernels, cache.kv_cache_dtype)
     check_weights(size, memory, ranks)
     sized = cpu_cache(size, cache, model.max_model_len, part, ranks)
-    groups = group_sizes(decoder, ITEM_BYTES[model.dtype], cache.block_size)
+    groups = group_sizes(decoder, cache_item_bytes(model.dtype, cache.kv_cache_dtype), cache.block_size)
     # No cache with more places or larger steps holds a longer context.
     load = Load(1, 1, model.max_model_len or decoder.max_positions, model.max_model_len)
     blocks, *_ = group_blocks(groups, cache.block_size, sized.kv_cache_mib * MIB, load)

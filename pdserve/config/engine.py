@@ -56,6 +56,15 @@ class CpuKernels(enum.Enum):
     TORCH = "torch"
 
 
+class KvCacheDtype(enum.Enum):
+    """The number format of keys and values in the KV cache."""
+
+    AUTO = "auto"
+    """That of the model's other numbers, ``--dtype``."""
+    FP8 = "fp8"
+    """e4m3, with a power of two for each token, layer and KV head."""
+
+
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
     """The KV cache, which is divided into blocks."""
@@ -90,6 +99,14 @@ class CacheConfig:
         0,
         minimum=0,
         spellings=AUTO_IS_ZERO,
+    )
+    kv_cache_dtype: KvCacheDtype = setting(
+        "kv-cache-dtype",
+        "Keys and values are stored and sent in this number format. 'auto' is --dtype. 'fp8' (e4m3) takes half the "
+        "bytes of bfloat16, and rounds. All nodes need the same value. It is not for latent attention, recurrent "
+        "states and models that transformers computes.",
+        KvCacheDtype.AUTO,
+        spellings={"fp8_e4m3": "fp8"},
     )
     prefix_cache: Switch = setting(
         "prefix-cache", "The node keeps KV blocks for later prompts that begin alike.", Switch.ON, first=True

@@ -21,7 +21,7 @@ from pdserve.models.checkpoint.config_reading import read_decoder_config
 from pdserve.models.checkpoint.fingerprint import fingerprint
 from pdserve.models.checkpoint.model_files import resolve_model
 from pdserve.models.checkpoint.weights import stays_in_blocks
-from pdserve.models.rank_cache import compared_groups
+from pdserve.models.rank_cache import compared_dtype, compared_groups
 from pdserve.wire.transfer import EngineSpec, Examined
 from pdserve.wire.version import OLDEST_PROTOCOL, PROTOCOL_VERSION
 from pdserve_kernels.cpu.library import CPU_KERNELS
@@ -35,7 +35,7 @@ _ADVICE = {
     "fingerprint": "give both the same --model in the same form: the same folder's files, or the same .gguf; a digest "
     "that begins with 'blocks-' is of weights that stay quantised, which --weights dequantise on both sides ends, "
     "and one with 'long-' is of a model that turns otherwise in long contexts: give both the same --max-model-len",
-    "dtype": "give both the same --dtype",
+    "dtype": "give both the same --dtype and --kv-cache-dtype",
     "block_size": "give both the same --block-size",
     "groups": "run the same version of pdserve on both: they divide the model's layers otherwise",
 }
@@ -210,11 +210,11 @@ def local_spec(model: ModelConfig, cache: CacheConfig, kernels: CpuKernels, cach
         protocol=PROTOCOL_VERSION,
         oldest_protocol=OLDEST_PROTOCOL,
         fingerprint=digest,
-        dtype=model.dtype.short,
+        dtype=compared_dtype(model.dtype, cache.kv_cache_dtype),
         block_size=cache.block_size,
         num_layers=decoder.cached_layers,
         kv_heads=decoder.kv_heads,
         head_dim=decoder.head_dim,
         tp_size=1,
-        groups=compared_groups(decoder, model.dtype, cache.block_size),
+        groups=compared_groups(decoder, model.dtype, cache.block_size, cache.kv_cache_dtype),
     )

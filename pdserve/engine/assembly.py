@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 import torch
 
-from pdserve.config import EngineConfig, KvStaging, Overlap, Speculate, Switch
+from pdserve.config import EngineConfig, KvCacheDtype, KvStaging, Overlap, Speculate, Switch
 from pdserve.control.frame import Secrets
 from pdserve.engine.api_channel import ApiChannel, WakeUp
 from pdserve.engine.core_lending import Cores, open_cores
@@ -35,6 +35,7 @@ from pdserve.engine.speculation.guesses import by_model
 from pdserve.engine.step_loop import StepLoop
 from pdserve.engine.tp.tp_ranks import Ranks
 from pdserve.engine.tp.tp_runner import TpRunner
+from pdserve.errors import ConfigError
 from pdserve.grammars.compiling import load_vocabulary
 from pdserve.liveness import LifeBoard, step_loop
 from pdserve.machine.memory import give_freed_memory_back
@@ -42,8 +43,8 @@ from pdserve.models.checkpoint.config_reading import read_decoder_config
 from pdserve.models.checkpoint.decoder_config import DecoderConfig
 from pdserve.models.checkpoint.fingerprint import fingerprint
 from pdserve.models.checkpoint.gguf.file import forget_gguf, is_gguf
-from pdserve.models.layer_groups import prompt_bytes
-from pdserve.models.rank_cache import cache_place, compared_groups, rank_sizes
+from pdserve.models.layer_groups import check_kv_dtype, prompt_bytes
+from pdserve.models.rank_cache import cache_place, compared_dtype, compared_groups, rank_sizes
 from pdserve.models.runner import CudaGraphs, DraftRow, ModelRunner, StepRow
 from pdserve.models.tp.shares import TpGroup
 from pdserve.wire.cache_groups import GroupBlocks, Keep
@@ -93,10 +94,14 @@ def assemble(
     decoder = read_decoder_config(model_dir)
     block_size = config.cache.block_size
     dtype = config.model.dtype
-    sizes = rank_sizes(decoder, dtype, block_size, tp)
+    kv_dtype = config.cache.kv_cache_dtype
+    check_kv_dtype(decoder, kv_dtype)
+    if kv_dtype is KvCacheDtype.FP8 and device.type == "cuda":
+        raise ConfigError("--kv-cache-dtype fp8 is not for GPUs yet; give --kv-cache-dtype auto")
+    sizes = rank_sizes(decoder, dtype, block_size, tp, kv_dtype)
     config = with_sizes(config, decoder, sizes, tp.size, device)
     counts = block_counts(config, decoder, sizes, tp.size, device)
-    groups, cache_bytes = cache_place(decoder, dtype, block_size, counts, tp)
+    groups, cache_bytes = cache_place(decoder, dtype, block_size, counts, tp, kv_dtype)
     num_blocks, kept_bytes = counts[0], sizes[0].block_bytes * tp.size
     beside = cache_bytes * tp.size - num_blocks * kept_bytes
     max_model_len = context_length(
@@ -346,13 +351,13 @@ def _engine_spec(config: EngineConfig, decoder: DecoderConfig, tp_size: int, dig
         protocol=PROTOCOL_VERSION,
         oldest_protocol=OLDEST_PROTOCOL,
         fingerprint=digest,
-        dtype=config.model.dtype.short,
+        dtype=compared_dtype(config.model.dtype, config.cache.kv_cache_dtype),
         block_size=config.cache.block_size,
         num_layers=decoder.cached_layers,
         kv_heads=decoder.kv_heads,
         head_dim=decoder.head_dim,
         tp_size=tp_size,
-        groups=compared_groups(decoder, config.model.dtype, config.cache.block_size),
+        groups=compared_groups(decoder, config.model.dtype, config.cache.block_size, config.cache.kv_cache_dtype),
     )
 
 

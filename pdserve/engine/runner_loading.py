@@ -82,6 +82,7 @@ def load_runner(
             progress=progress,
             bounded=counts[1:],
             drafts=drafts,
+            kv_dtype=config.cache.kv_cache_dtype,
         )
 
 

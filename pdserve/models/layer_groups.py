@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from pdserve.errors import ModelError
+from pdserve.config import KvCacheDtype
+from pdserve.errors import ConfigError, ModelError
 from pdserve.models.checkpoint.decoder_config import DecoderConfig, FamilyConfig
 from pdserve.wire.cache_groups import ALIGNMENT, Keep
 
@@ -166,6 +167,19 @@ def _states(config: DecoderConfig) -> list[_Kind | None]:
     return [None if mixer is None else _Kind(mixer.heads, mixer.numbers) for mixer in mixers]
 
 
+def check_kv_dtype(config: DecoderConfig, kv_dtype: KvCacheDtype) -> None:
+    """Raises ConfigError if the keys and values of this model cannot be stored in the number format ``kv_dtype``."""
+    if kv_dtype is KvCacheDtype.AUTO:
+        return
+    refused = f"--kv-cache-dtype {kv_dtype.value} is not for"
+    if not isinstance(config, FamilyConfig):
+        raise ConfigError(f"{refused} models that transformers computes; give --kv-cache-dtype auto")
+    if config.latent is not None:
+        raise ConfigError(f"{refused} latent attention, which has few numbers a token; give --kv-cache-dtype auto")
+    if any(group.keep is Keep.LATEST for group in layer_groups(config).groups):
+        raise ConfigError(f"{refused} models with recurrent states; give --kv-cache-dtype auto")
+
+
 STATES_A_REQUEST = 2
 """The present state, and the next one, which a step writes."""
 LEAST_STATES = 2 * STATES_A_REQUEST
@@ -188,13 +202,26 @@ class GroupSize:
     """In tokens; 0 without a window."""
 
 
+FP8_BYTES = 1
+"""The bytes of a number in FP8. Each key or value has one byte more, its exponent."""
+
+
+def row_bytes(numbers: int, item_bytes: int) -> int:
+    """Returns the bytes of one stored key or value. ``item_bytes`` are those of one of its numbers."""
+    return numbers * item_bytes + (1 if item_bytes == FP8_BYTES else 0)
+
+
 def group_sizes(config: DecoderConfig, item_bytes: int, block_size: int) -> tuple[GroupSize, ...]:
-    """Returns what the groups of a model take on all ranks together, if no two have the same heads."""
+    """Returns what the groups of a model take on all ranks together, if no two have the same heads.
+
+    ``item_bytes`` are those of one number of a key.
+    """
     found = []
     for group in layer_groups(config).groups:
-        numbers = group.layers * max(1, group.heads) * group.numbers
-        each = STATE_BYTES if group.keep is Keep.LATEST else group.stored * block_size * item_bytes
-        found.append(GroupSize(group.keep, numbers * each, group.window))
+        each = group.numbers * STATE_BYTES
+        if group.keep is not Keep.LATEST:
+            each = group.stored * block_size * row_bytes(group.numbers, item_bytes)
+        found.append(GroupSize(group.keep, group.layers * max(1, group.heads) * each, group.window))
     return tuple(found)
 
 

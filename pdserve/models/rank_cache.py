@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pdserve.config import Dtype
+from pdserve.config import Dtype, KvCacheDtype
 from pdserve.models.checkpoint.decoder_config import DecoderConfig
-from pdserve.models.layer_groups import STATE_BYTES, GroupSize, LayerGroup, layer_groups
+from pdserve.models.checkpoint.weight_form import cache_item_bytes
+from pdserve.models.layer_groups import STATE_BYTES, GroupSize, LayerGroup, layer_groups, row_bytes
 from pdserve.models.tp.shares import ALONE, TpGroup, kv_share, share
 from pdserve.wire.cache_groups import GroupBlocks, GroupSpec, Keep, laid_out
 from pdserve_kernels.contract import Attention, StateRuns
@@ -28,13 +29,19 @@ if TYPE_CHECKING:
 TORCH_DTYPES = {Dtype.BF16: torch.bfloat16, Dtype.FP32: torch.float32}
 
 
-def _kv_layout(group: LayerGroup, heads: int, dtype: Dtype, block_size: int, tp: TpGroup) -> KvLayout:
+AUTO = KvCacheDtype.AUTO
+
+
+def _kv_layout(
+    group: LayerGroup, heads: int, dtype: Dtype, block_size: int, tp: TpGroup, kv_dtype: KvCacheDtype
+) -> KvLayout:
     if not group.layers:
         # A model of states only has no heads that ranks would split.
         return KvLayout(1, 0, block_size, 1, TORCH_DTYPES[dtype])
     mine = kv_share(tp, heads, group.heads)
     held = mine.stop - mine.start
-    return KvLayout(held, group.layers, block_size, group.numbers, TORCH_DTYPES[dtype], group.shared_channels)
+    shared, fp8 = group.shared_channels, kv_dtype is KvCacheDtype.FP8
+    return KvLayout(held, group.layers, block_size, group.numbers, TORCH_DTYPES[dtype], shared, fp8)
 
 
 def _state_layout(group: LayerGroup, tp: TpGroup) -> StateLayout:
@@ -42,40 +49,52 @@ def _state_layout(group: LayerGroup, tp: TpGroup) -> StateLayout:
     return StateLayout(mine.stop - mine.start, group.layers, group.numbers)
 
 
-def group_specs(config: DecoderConfig, dtype: Dtype, block_size: int) -> tuple[GroupSpec, ...]:
+def compared_dtype(dtype: Dtype, kv_dtype: KvCacheDtype) -> str:
+    """Returns ``EngineSpec.dtype``: ``bf16``, or ``bf16, KV cache fp8``."""
+    return dtype.short if kv_dtype is AUTO else f"{dtype.short}, KV cache {kv_dtype.value}"
+
+
+def group_specs(
+    config: DecoderConfig, dtype: Dtype, block_size: int, kv_dtype: KvCacheDtype = AUTO
+) -> tuple[GroupSpec, ...]:
     """Returns what two engines compare of the model's groups."""
-    return tuple(_spec(group, dtype, block_size) for group in layer_groups(config).groups)
+    return tuple(_spec(group, dtype, block_size, kv_dtype) for group in layer_groups(config).groups)
 
 
-def compared_groups(config: DecoderConfig, dtype: Dtype, block_size: int) -> tuple[GroupSpec, ...]:
+def compared_groups(
+    config: DecoderConfig, dtype: Dtype, block_size: int, kv_dtype: KvCacheDtype = AUTO
+) -> tuple[GroupSpec, ...]:
     """Returns ``EngineSpec.groups``: none for a model of one group, which the other fields of the spec describe."""
-    specs = group_specs(config, dtype, block_size)
+    specs = group_specs(config, dtype, block_size, kv_dtype)
     return specs if len(specs) > 1 else ()
 
 
-def _spec(group: LayerGroup, dtype: Dtype, block_size: int) -> GroupSpec:
+def _spec(group: LayerGroup, dtype: Dtype, block_size: int, kv_dtype: KvCacheDtype) -> GroupSpec:
     numbers, name = group.layers * group.numbers * STATE_BYTES, Dtype.FP32.short
     if group.keep is not Keep.LATEST:
-        stored = group.stored * block_size * group.numbers
-        numbers, name = group.layers * stored * TORCH_DTYPES[dtype].itemsize, dtype.short
+        row = row_bytes(group.numbers, cache_item_bytes(dtype, kv_dtype))
+        numbers = group.layers * group.stored * block_size * row
+        name = dtype.short if kv_dtype is AUTO else kv_dtype.value
     return GroupSpec(group.name, group.keep, group.layers, group.heads, numbers, name, group.window)
 
 
 def rank_layouts(
-    config: DecoderConfig, dtype: Dtype, block_size: int, tp: TpGroup = ALONE
+    config: DecoderConfig, dtype: Dtype, block_size: int, tp: TpGroup = ALONE, kv_dtype: KvCacheDtype = AUTO
 ) -> tuple[KvLayout | StateLayout, ...]:
     """Returns the layout of each group on one rank. Raises ModelError if a group cannot be split over the ranks."""
     return tuple(
         _state_layout(group, tp)
         if group.keep is Keep.LATEST
-        else _kv_layout(group, config.heads, dtype, block_size, tp)
+        else _kv_layout(group, config.heads, dtype, block_size, tp, kv_dtype)
         for group in layer_groups(config).groups
     )
 
 
-def rank_sizes(config: DecoderConfig, dtype: Dtype, block_size: int, tp: TpGroup = ALONE) -> tuple[GroupSize, ...]:
+def rank_sizes(
+    config: DecoderConfig, dtype: Dtype, block_size: int, tp: TpGroup = ALONE, kv_dtype: KvCacheDtype = AUTO
+) -> tuple[GroupSize, ...]:
     """Returns what the groups take on one rank. Raises ModelError if a group cannot be split over the ranks."""
-    layouts = rank_layouts(config, dtype, block_size, tp)
+    layouts = rank_layouts(config, dtype, block_size, tp, kv_dtype)
     groups = layer_groups(config).groups
     return tuple(
         GroupSize(group.keep, layout.block_bytes, group.window) for group, layout in zip(groups, layouts, strict=True)
@@ -83,14 +102,21 @@ def rank_sizes(config: DecoderConfig, dtype: Dtype, block_size: int, tp: TpGroup
 
 
 def cache_place(
-    config: DecoderConfig, dtype: Dtype, block_size: int, counts: Sequence[int], tp: TpGroup = ALONE
+    config: DecoderConfig,
+    dtype: Dtype,
+    block_size: int,
+    counts: Sequence[int],
+    tp: TpGroup = ALONE,
+    kv_dtype: KvCacheDtype = AUTO,
 ) -> tuple[tuple[GroupBlocks, ...], int]:
     """Returns where one rank's cache has ``counts`` blocks of each group, and its bytes.
 
     Raises ModelError if a group cannot be split over the ranks.
     """
-    layouts = rank_layouts(config, dtype, block_size, tp)
-    return laid_out(group_specs(config, dtype, block_size), counts, [layout.block_bytes for layout in layouts])
+    layouts = rank_layouts(config, dtype, block_size, tp, kv_dtype)
+    return laid_out(
+        group_specs(config, dtype, block_size, kv_dtype), counts, [layout.block_bytes for layout in layouts]
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,15 +180,16 @@ class RankCache:
         tp: TpGroup,
         device: torch.device,
         memory: memoryview | None = None,
+        kv_dtype: KvCacheDtype = AUTO,
     ) -> None:
         """Takes the memory for ``counts`` blocks of each group: ``memory``, zeroed and of their bytes, or its own.
 
         Raises ModelError if the heads of a group cannot be split over the ranks.
         """
-        layouts = rank_layouts(config, dtype, block_size, tp)
+        layouts = rank_layouts(config, dtype, block_size, tp, kv_dtype)
         if len(counts) != len(layouts):
             raise ValueError(f"{len(counts)} numbers of blocks for {len(layouts)} groups")
-        self.groups, nbytes = cache_place(config, dtype, block_size, counts, tp)
+        self.groups, nbytes = cache_place(config, dtype, block_size, counts, tp, kv_dtype)
         if memory is None:
             self.memory = torch.zeros(nbytes, dtype=torch.uint8, device=device)
         else:

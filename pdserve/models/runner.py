@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pdserve.config import Dtype
+from pdserve.config import Dtype, KvCacheDtype
 from pdserve.models.backend import CPU
 from pdserve.models.checkpoint.decoder_config import DecoderConfig, FamilyConfig
 from pdserve.models.checkpoint.weights import Checkpoint
@@ -333,6 +333,7 @@ class ModelRunner:
         progress: Callable[[float], None] = lambda share: None,
         bounded: Sequence[int] = (),
         drafts: bool = False,
+        kv_dtype: KvCacheDtype = KvCacheDtype.AUTO,
     ) -> None:
         """Loads this rank's part of the model. Raises ModelError if the folder does not hold it.
 
@@ -344,7 +345,7 @@ class ModelRunner:
         called with the share of the bytes that have been read, from 0 to 1.
         """
         torch_dtype = TORCH_DTYPES[dtype]
-        self.cache = RankCache(config, dtype, block_size, (num_blocks, *bounded), tp, device, kv_memory)
+        self.cache = RankCache(config, dtype, block_size, (num_blocks, *bounded), tp, device, kv_memory, kv_dtype)
         self.layout, self.kv_cache = self.cache.layout, self.cache.whole
         heads = share(tp, config.heads, "attention heads") if self.cache.attention else range(0)
         self._heads = heads.stop - heads.start

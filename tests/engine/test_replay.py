@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from pdserve.config import Dtype
+from pdserve.config import Dtype, KvCacheDtype
 from pdserve.engine.placement.step_cost import StepCost
 from pdserve.engine.request import Status
 from pdserve.engine.sampling import grammar_matcher, sampler
@@ -73,8 +73,11 @@ def runner(folder: Path) -> ModelRunner:
     return make_runner(folder, Dtype.FP32, TorchKernels())
 
 
-def make_runner(folder: Path, dtype: Dtype, kernels: Kernels) -> ModelRunner:
-    return ModelRunner(folder, read_decoder_config(folder), dtype, BLOCK_SIZE, NUM_BLOCKS, MAX_LEN, kernels)
+def make_runner(
+    folder: Path, dtype: Dtype, kernels: Kernels, kv_dtype: KvCacheDtype = KvCacheDtype.AUTO
+) -> ModelRunner:
+    shape = (dtype, BLOCK_SIZE, NUM_BLOCKS, MAX_LEN)
+    return ModelRunner(folder, read_decoder_config(folder), *shape, kernels, kv_dtype=kv_dtype)
 
 
 def asked(name: str, seed: int = 1, length: int = 18, max_tokens: int = TOKENS) -> Asked:
@@ -146,13 +149,16 @@ def test_answers_go_on_though_they_are_preempted(folder: Path) -> None:
         check_rest(mine, one, min(3 + 4 * i, len(one.tokens)))
 
 
+@pytest.mark.parametrize("kv_dtype", KvCacheDtype)
 @pytest.mark.parametrize("dtype", Dtype)
-def test_answers_of_the_compiled_kernels_are_bitwise_the_same(folder: Path, dtype: Dtype) -> None:
+def test_answers_of_the_compiled_kernels_are_bitwise_the_same(
+    folder: Path, dtype: Dtype, kv_dtype: KvCacheDtype
+) -> None:
     """The set computes a row alike in any step, if the CPU has AVX2."""
     compiled = CompiledKernels(cache_folder(os.environ))
     if not isinstance(compiled.linear(torch.zeros(32, 32)), CompiledLinear):
         pytest.skip("this CPU has no AVX2")
-    with engine(folder, False, NUM_BLOCKS, own_runner=make_runner(folder, dtype, compiled)) as client:
+    with engine(folder, False, NUM_BLOCKS, own_runner=make_runner(folder, dtype, compiled, kv_dtype)) as client:
         one = asked("everything", max_tokens=CUT_TOKENS)
         whole = only(client.together([one]))
         for known in range(len(whole.tokens)):

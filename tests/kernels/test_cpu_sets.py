@@ -15,7 +15,7 @@ from pdserve_kernels.cpu import torch_kernels
 from pdserve_kernels.cpu.compiled_kernels import CompiledKernels, CompiledLinear
 from pdserve_kernels.kv_layout import KvLayout
 from tests.examples import examples
-from tests.kernels.shared_tables import check_shared_table
+from tests.kernels.shared_tables import check_shared_table, random_cache, spoil
 
 CPU = torch.device("cpu")
 NUM_BLOCKS = 40
@@ -135,6 +135,7 @@ def layouts(draw: st.DrawFn) -> KvLayout:
         block_size=draw(st.sampled_from([1, 4, 16, 32])),
         head_dim=draw(st.sampled_from([2, 10, 32, 64, 80, 128])),
         dtype=draw(DTYPES),
+        fp8=draw(st.booleans()),
     )
 
 
@@ -177,13 +178,14 @@ def test_attention_of_a_step(
 ) -> None:
     torch.manual_seed(seed)
     rows, heads, dtype = data.draw(steps(layout.block_size)), layout.kv_heads * group, layout.dtype
-    cache = torch.randn_like(layout.allocate(NUM_BLOCKS, CPU))
+    cache = random_cache(layout, NUM_BLOCKS)
     expected = cache.clone()
     # Blocks that no request holds are NaN, so that reading one spoils the result. Those before a window are given back.
     held = [left_out(row, layout.block_size, window) for row in rows]
     owned = {block for row in held for block in row.blocks}
     poison = [block for block in range(NUM_BLOCKS) if block not in owned]
-    cache[poison] = float("nan")
+    spoil(layout, cache, poison)
+    spoilt = cache[poison].clone()
     tokens = sum(row.new_tokens for row in rows)
     scale *= layout.head_dim**-0.5
     half = layout.head_dim // 2
@@ -208,14 +210,22 @@ def test_attention_of_a_step(
         )
         reference.kv_write(expected, layout, layer, slots, key_value[0], key_value[1])
         got = attention.from_projection(layer, qkv, cos, sin, norms, window, chunked=chunked, sinks=sinks)
-        close(cache[list(owned)], expected[list(owned)], dtype, scale=2)
+        if layout.fp8:
+            # A key that is rounded to the next number of bf16 may be rounded to the next one of e4m3.
+            seen, known = (reference.stored(blocks[list(owned)], layout) for blocks in (cache, expected))
+            torch.testing.assert_close(seen, known, rtol=2**-3, atol=2**-6)
+            expected[list(owned)] = cache[list(owned)]
+        close(reference.stored(cache, layout)[list(owned)], reference.stored(expected, layout)[list(owned)], dtype, 2)
         wanted = plain_attention(layout, expected, rows, query, layer, scale, window, cap, chunked, sinks)
         close(got, wanted, dtype, scale=3)
         again = attention(layer, query, key_value, window, chunked=chunked, sinks=sinks)
+        reference.kv_write(expected, layout, layer, slots, key_value[0], key_value[1])
+        assert torch.equal(cache[list(owned)], expected[list(owned)])
+        wanted = plain_attention(layout, expected, rows, query, layer, scale, window, cap, chunked, sinks)
         close(again, wanted, dtype, scale=2)
         # What is stored already need not be given again.
         assert torch.equal(attention(layer, query, None, window, chunked=chunked, sinks=sinks), again)
-    assert cache[poison].isnan().all()
+    assert torch.equal(cache[poison].view(torch.uint8), spoilt.view(torch.uint8))
 
 
 @st.composite
@@ -333,12 +343,15 @@ def plain_attention(
     return torch.cat(out)
 
 
+@pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("new", [1, 5])
-def test_a_request_that_is_not_finite_spoils_itself_alone(kernels: Kernels, dtype: torch.dtype, new: int) -> None:
-    layout = KvLayout(kv_heads=2, num_layers=1, block_size=4, head_dim=64, dtype=dtype)
-    cache = torch.randn_like(layout.allocate(8, CPU))
-    cache[2] = float("nan")
+def test_a_request_that_is_not_finite_spoils_itself_alone(
+    kernels: Kernels, dtype: torch.dtype, new: int, fp8: bool
+) -> None:
+    layout = KvLayout(kv_heads=2, num_layers=1, block_size=4, head_dim=64, dtype=dtype, fp8=fp8)
+    cache = random_cache(layout, 8)
+    spoil(layout, cache, [2])
     rows = [AttentionRow(new, 7, [0, 1]), AttentionRow(new, 7, [2, 3]), AttentionRow(new, 6, [4, 5])]
     query, key_value = torch.randn(3 * new, 4, 64).to(dtype), torch.randn(2, 3 * new, 2, 64).to(dtype)
     out = kernels.plan_attention(layout, cache, rows, 4, 0.125)(0, query, key_value)
@@ -346,3 +359,53 @@ def test_a_request_that_is_not_finite_spoils_itself_alone(kernels: Kernels, dtyp
     assert finite[0].all()
     assert not finite[1].any()
     assert finite[2].all()
+
+
+def every_number(dtype: torch.dtype) -> torch.Tensor:
+    """Returns rows of 64 numbers of all sizes, among them every number of bf16 that is between two of e4m3."""
+    torch.manual_seed(0)
+    every = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    sizes = torch.randn(2000, 64) * 2.0 ** torch.randint(-140, 120, (2000, 1))
+    narrow = torch.randn(2000, 64) * 2.0 ** torch.randint(-20, 3, (2000, 64))
+    steps = (torch.arange(2**14) / 64 - 128).view(-1, 64)
+    return torch.cat((every.view(-1, 64).float(), sizes, narrow, steps, torch.zeros(1, 64))).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_number_is_rounded_alike_in_fp8(kernels: Kernels, dtype: torch.dtype) -> None:
+    key = every_number(dtype)
+    layout = KvLayout(1, 1, 16, 64, dtype, fp8=True)
+    count = -(-len(key) // 16)
+    cache, expected = layout.allocate(count, CPU), layout.allocate(count, CPU)
+    key_value = torch.stack((key, key.flip(0))).unsqueeze(2)
+    rows = [AttentionRow(len(key), len(key), range(count))]
+    kernels.plan_attention(layout, cache, rows, 1, 1.0)(0, torch.zeros(len(key), 1, 64, dtype=dtype), key_value, 1)
+    reference.kv_write(expected, layout, 0, torch.arange(len(key)), key_value[0], key_value[1])
+    assert torch.equal(cache, expected)
+    read = reference.stored(cache, layout)[:, 0, 0, 0].reshape(-1, 64)[: len(key)].double()
+    wanted, finite = key.double(), key.isfinite().all(-1)
+    assert read[~finite].isnan().all()
+    # Close to the end of fp32, e4m3 rounds to what fp32 has not.
+    finite &= wanted.abs().amax(-1) < 1.9 * 2.0**127
+    largest = wanted[finite].abs().amax(-1, keepdim=True)
+    # Smaller numbers than the least exponent allows are lost: they are 2 ** -120 at most.
+    off = (read[finite] - wanted[finite]).abs() - wanted[finite].abs() / 16
+    assert (off <= (largest * 2.0**-17).clamp(min=2.0**-120)).all()
+
+
+@settings(max_examples=examples(20))
+@given(st.integers(1, 3), st.sampled_from([64, 80, 128]), st.integers(1, 8), st.integers(0, 300), DTYPES, SEEDS)
+def test_attention_to_fp8_is_attention_to_the_numbers_that_it_stands_for(
+    kernels: Kernels, new: int, head_dim: int, group: int, past: int, dtype: torch.dtype, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    layout, plain = (KvLayout(2, 1, 16, head_dim, dtype, fp8=fp8) for fp8 in (True, False))
+    cache = random_cache(layout, 30)
+    context = past + new
+    rows = [AttentionRow(new, context, torch.randperm(30)[: -(-context // 16)].tolist())]
+    query = torch.randn(new, 2 * group, head_dim).to(dtype)
+    got = kernels.plan_attention(layout, cache, rows, 2 * group, 0.1)(0, query, None)
+    wanted = kernels.plan_attention(plain, reference.stored(cache, layout), rows, 2 * group, 0.1)(0, query, None)
+    close(got, wanted, dtype)
+    if new > 1:
+        assert torch.equal(got, wanted)

@@ -35,7 +35,7 @@ class CompiledAttention:
         if layout.head_dim > MAX_HEAD_DIM or heads % layout.kv_heads or not cache.is_contiguous():
             raise ValueError(f"{heads} heads do not fit the KV cache {layout}")
         self._attend, self._layout, self._heads = library.attend, layout, heads
-        self._bf16 = int(layout.dtype is torch.bfloat16)
+        self._form = int(layout.dtype is torch.bfloat16) + 2 * layout.fp8
         self._cache = cache
         self._widest = widest_window(rows, layout.block_size)
         self._tables, self._rows, self._num_tokens = _tables(rows, layout.block_size, cache.shape[0])
@@ -137,7 +137,7 @@ class CompiledAttention:
         if sinks is not None:
             sinks = _contiguous(sinks, (self._heads,), torch.float32)
             tokens.sinks = sinks.data_ptr()
-        self._attend(self._bf16, self._step_at, ctypes.addressof(tokens))
+        self._attend(self._form, self._step_at, ctypes.addressof(tokens))
         return out[..., : layout.value_dim] if layout.shared_channels else out
 
     def _checked(self, x: torch.Tensor, heads: int) -> torch.Tensor:

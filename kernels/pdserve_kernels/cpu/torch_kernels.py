@@ -92,15 +92,25 @@ class KvWrite:
 
     def __init__(self, layout: KvLayout, cache: torch.Tensor, slots: torch.Tensor) -> None:
         self._layout = layout
-        self._rows = layout.tokens(cache)
         blocks = slots // layout.block_size
         key_tiles = layout.tile_rows(blocks).T
         tiles = torch.stack([key_tiles + tile for tile in range(layout.tiles_a_layer)])
         offsets = (slots % layout.block_size).view(1, -1, 1)
+        if layout.fp8:
+            self._numbers, self._exponents = layout.split(layout.tiles(cache))
+            self._at = tiles.reshape(-1), offsets.expand(tiles.shape).reshape(-1)
+            return
+        self._rows = layout.tokens(cache)
         self._index = (tiles * layout.block_size + offsets).reshape(-1)
 
     def __call__(self, layer: int, key_value: torch.Tensor) -> None:
         """Stores ``key_value``, ``[2, tokens, kv_heads, head_dim]``, or ``[1, ...]`` without values."""
+        if self._layout.fp8:
+            tiles, offsets = self._at
+            tiles = tiles + self._layout.tiles_a_layer * layer
+            numbers, exponents = reference.quantised(key_value.reshape(-1, self._layout.head_dim))
+            self._numbers[tiles, offsets], self._exponents[tiles, offsets] = numbers, exponents
+            return
         first = self._layout.tiles_a_layer * layer * self._layout.block_size
         self._rows[first:].index_copy_(0, self._index, key_value.reshape(-1, self._layout.head_dim))
 
@@ -138,7 +148,7 @@ class DecodeAttention:
         self._context = blocks * layout.block_size
         size = gathered_size(layout, rows)
         room = cache.new_empty(size) if room is None else room[:size]
-        self._gathered = room.view(len(self._index), layout.block_size * layout.head_dim)
+        self._gathered = room.view(len(self._index), layout.tile_elements)
         self._scale, self._cap = scale, cap
         self._lengths = torch.tensor([row.context_len for row in rows]).unsqueeze(1)
         self._first = torch.tensor([row.first_block * layout.block_size for row in rows]).unsqueeze(1)
@@ -156,7 +166,7 @@ class DecodeAttention:
         """Maps ``query``, ``[requests, heads, head_dim]``, to ``[requests, heads, value_dim]``."""
         layout = self._layout
         torch.index_select(self._tiles[layout.tiles_a_layer * layer :], 0, self._index, out=self._gathered)
-        stored = self._gathered.view(layout.tiles_a_layer, -1, self._context, layout.head_dim)
+        stored = _numbers(layout, self._gathered).view(layout.tiles_a_layer, -1, self._context, layout.head_dim)
         keys, values = stored[0], stored[-1, ..., : layout.value_dim]
         rows = query.reshape(-1, self._group, layout.head_dim)
         by_row = None if sinks is None else sinks.view(-1, self._group, 1).repeat(self._requests, 1, 1)
@@ -170,7 +180,7 @@ class DecodeAttention:
             hidden = key_at >= self._lengths
             if window is not None:
                 hidden |= key_at < reference.first_seen(self._lengths - 1, window, chunked=chunked)
-            mask = _minus_infinity_where(hidden, self._gathered)
+            mask = _minus_infinity_where(hidden, self._layout.dtype, self._gathered.device)
             mask = mask.repeat_interleave(self._layout.kv_heads, 0).unsqueeze(1).expand(-1, self._group, -1)
             self._masks[window, chunked] = mask
         return self._masks[window, chunked]
@@ -179,12 +189,17 @@ class DecodeAttention:
 def gathered_size(layout: KvLayout, rows: Sequence[AttentionRow]) -> int:
     """Returns how many elements a ``DecodeAttention`` of these rows gathers: each has as many blocks as the longest."""
     context = max(_blocks_of(row, layout.block_size) for row in rows) * layout.block_size
-    return layout.tiles_a_layer * layout.kv_heads * len(rows) * context * layout.head_dim
+    return layout.tiles_a_layer * layout.kv_heads * len(rows) * context // layout.block_size * layout.tile_elements
 
 
 def _tiles_of_all(layout: KvLayout, keys: torch.Tensor) -> torch.Tensor:
     """Returns the rows of layer 0's tiles, those of keys first, for the rows of its key tiles."""
     return torch.stack([keys + tile for tile in range(layout.tiles_a_layer)]).reshape(-1)
+
+
+def _numbers(layout: KvLayout, tiles: torch.Tensor) -> torch.Tensor:
+    """Returns tiles ``[..., tile_elements]`` as numbers of the model's dtype."""
+    return reference.dequantised(*layout.split(tiles), layout.dtype) if layout.fp8 else tiles
 
 
 def _blocks_of(row: AttentionRow, block_size: int) -> int:
@@ -211,7 +226,7 @@ class PrefillAttention:
         self._context = span.context_len - self._first
         blocks = torch.tensor(span.blocks[: _blocks_of(span, layout.block_size)])
         self._index = _tiles_of_all(layout, layout.tile_rows(blocks)).to(cache.device)
-        self._gathered = cache.new_empty(len(self._index), layout.block_size * layout.head_dim)
+        self._gathered = cache.new_empty(len(self._index), layout.tile_elements)
         self._scale, self._cap = scale, cap
         self._query_at = torch.arange(span.context_len - span.new_tokens, span.context_len).unsqueeze(1)
         self._masks: dict[tuple[int | None, bool], torch.Tensor] = {}
@@ -228,7 +243,8 @@ class PrefillAttention:
         """Maps ``query``, ``[new_tokens, heads, head_dim]``, to ``[new_tokens, heads, value_dim]``."""
         layout = self._layout
         torch.index_select(self._tiles[layout.tiles_a_layer * layer :], 0, self._index, out=self._gathered)
-        context = self._gathered.view(layout.tiles_a_layer, layout.kv_heads, -1, layout.head_dim)
+        numbers = _numbers(layout, self._gathered)
+        context = numbers.view(layout.tiles_a_layer, layout.kv_heads, -1, layout.head_dim)
         keys, values = context[0, :, : self._context], context[-1, :, : self._context, : layout.value_dim]
         new = query.shape[0]
         by_head = query.view(new, layout.kv_heads, self._group, layout.head_dim).permute(1, 2, 0, 3)
@@ -246,12 +262,13 @@ class PrefillAttention:
             hidden = key_at > self._query_at
             if window is not None:
                 hidden |= key_at < reference.first_seen(self._query_at, window, chunked=chunked)
-            self._masks[window, chunked] = _minus_infinity_where(hidden, self._gathered).repeat(self._group, 1)
+            mask = _minus_infinity_where(hidden, self._layout.dtype, self._gathered.device)
+            self._masks[window, chunked] = mask.repeat(self._group, 1)
         return self._masks[window, chunked]
 
 
-def _minus_infinity_where(hidden: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    return torch.zeros(hidden.shape, dtype=like.dtype).masked_fill_(hidden, float("-inf")).to(like.device)
+def _minus_infinity_where(hidden: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf")).to(device)
 
 
 def _attend(

@@ -34,7 +34,7 @@ from pdserve.machine.core_ledger import private_ledger
 from pdserve.machine.memory import MIB, available_memory
 from pdserve.models.checkpoint.config_reading import read_decoder_config
 from pdserve.models.checkpoint.model_files import served_model_name
-from pdserve.models.checkpoint.weight_form import ITEM_BYTES, model_size
+from pdserve.models.checkpoint.weight_form import cache_item_bytes, model_size
 from pdserve.models.layer_groups import Load, group_blocks, group_sizes, prompt_bytes
 from pdserve.models.sizes import cpu_cache, cpu_scheduler
 from pdserve.plan.memory import bounded_places
@@ -442,7 +442,7 @@ def sized(config: PlanProfileConfig, folder: Path) -> PlanProfileConfig:
     Nodes that chose them by themselves would choose others than the profile says.
     """
     decoder = read_decoder_config(folder)
-    model = model_size(folder, decoder, config.model, config.cpu.kernels)
+    model = model_size(folder, decoder, config.model, config.cpu.kernels, config.cache.kv_cache_dtype)
     memory = config.cache.node_memory_mib * MIB or available_memory() // _AT_ONCE
     cache = cpu_cache(model, config.cache, config.model.max_model_len, memory, ranks=1)
     cores = len(_cores(config)) // config.profile.nodes
@@ -453,7 +453,7 @@ def sized(config: PlanProfileConfig, folder: Path) -> PlanProfileConfig:
 def cache_geometry(config: PlanProfileConfig, folder: Path) -> CacheGeometry:
     """Returns the KV cache that a node with these settings has on a CPU."""
     model, size, scheduler = read_decoder_config(folder), config.cache.block_size, config.scheduler
-    groups = group_sizes(model, ITEM_BYTES[config.model.dtype], size)
+    groups = group_sizes(model, cache_item_bytes(config.model.dtype, config.cache.kv_cache_dtype), size)
     asked = config.model.max_model_len
     load = Load(scheduler.max_num_seqs, scheduler.max_num_batched_tokens, asked or model.max_positions, asked)
     blocks = group_blocks(groups, size, config.cache.kv_cache_mib * MIB, load)

@@ -119,7 +119,8 @@ def run_rank(launch: RankLaunch, channel: OrderChannel, life: LifeBoard) -> None
         decoder = read_decoder_config(Path(config.model_dir))
         backend = rank_backend(config, device)
         counts = (load.num_blocks, *load.bounded)
-        _, kv_bytes = cache_place(decoder, config.model.dtype, config.cache.block_size, counts, group)
+        cached = config.cache
+        _, kv_bytes = cache_place(decoder, config.model.dtype, cached.block_size, counts, group, cached.kv_cache_dtype)
         shared = None
         if config.has_peers:
             shared = shared_memory(config.transfer, kv_bytes * group.size // 2**20, device, kv_bytes)

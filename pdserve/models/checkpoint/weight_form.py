@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from pdserve.config import CpuKernels, Dtype, ModelConfig, Weights
+from pdserve.config import CpuKernels, Dtype, KvCacheDtype, ModelConfig, Weights
 from pdserve.errors import ModelError
 from pdserve.models.checkpoint.decoder_config import DecoderConfig
 from pdserve.models.checkpoint.gguf.file import is_gguf, read_gguf
@@ -14,11 +14,16 @@ from pdserve.models.checkpoint.model_files import weight_files
 from pdserve.models.checkpoint.safetensors.header import read_header
 from pdserve.models.checkpoint.safetensors.quantisation import ANY_FAMILY, FORMS, Quantisation, read_quantisation
 from pdserve.models.checkpoint.safetensors.quantised_tensors import FoundTensors, QuantisedTensor, quantised_tensors
-from pdserve.models.layer_groups import GroupSize, group_sizes
+from pdserve.models.layer_groups import FP8_BYTES, GroupSize, group_sizes
 from pdserve.models.sizes import ModelSize
 from pdserve.wire.cache_groups import Keep
 
 ITEM_BYTES = {Dtype.BF16: 2, Dtype.FP32: 4}
+
+
+def cache_item_bytes(dtype: Dtype, kv_dtype: KvCacheDtype) -> int:
+    """Returns the bytes of one number of a key in the cache of a model with numbers of ``dtype``."""
+    return FP8_BYTES if kv_dtype is KvCacheDtype.FP8 else ITEM_BYTES[dtype]
 
 
 def weights_words(path: Path, model: ModelConfig) -> str:
@@ -39,9 +44,11 @@ def weights_words(path: Path, model: ModelConfig) -> str:
     return words if model.weights is Weights.AUTO else f"{words}, widened to {model.dtype.value}"
 
 
-def model_size(path: Path, decoder: DecoderConfig, model: ModelConfig, kernels: CpuKernels) -> ModelSize:
+def model_size(
+    path: Path, decoder: DecoderConfig, model: ModelConfig, kernels: CpuKernels, kv_dtype: KvCacheDtype
+) -> ModelSize:
     """Returns what the model takes on a CPU. Raises ModelError if its files cannot be read."""
-    groups = group_sizes(decoder, ITEM_BYTES[model.dtype], block_size=1)
+    groups = group_sizes(decoder, cache_item_bytes(model.dtype, kv_dtype), block_size=1)
     return model_size_of(weight_bytes(path, model, kernels), groups, 1, decoder.max_positions)
 
 

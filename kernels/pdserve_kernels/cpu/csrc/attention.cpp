@@ -7,7 +7,7 @@
 namespace pdserve {
 namespace {
 
-template <class T>
+template <class T, class S>
 void attend(const Step& step, const Tokens& tokens) {
   T* query = kept<T>(Keep::kQuery, step.num_tokens * step.heads * step.head_dim);
   long* first_part = kept<long>(Keep::kParts, step.num_singles + 1);
@@ -19,10 +19,10 @@ void attend(const Step& step, const Tokens& tokens) {
   auto* keys = kept<Operand<T>>(Keep::kKeys, most);
   auto* values = kept<Operand<T>>(Keep::kValues, most);
   together([&] {
-    prepare(step, tokens, query);
-    if (step.num_singles) attend_single_tokens(step, tokens, query, partial, first_part);
+    prepare<T, S>(step, tokens, query);
+    if (step.num_singles) attend_single_tokens<T, S>(step, tokens, query, partial, first_part);
     for (long i = step.num_singles; i < step.num_rows; i++) {
-      attend_span(step, tokens, row_of(step, i), query, keys, values);
+      attend_span<T, S>(step, tokens, row_of(step, i), query, keys, values);
     }
   });
 }
@@ -30,7 +30,13 @@ void attend(const Step& step, const Tokens& tokens) {
 }  // namespace
 }  // namespace pdserve
 
-extern "C" void pdserve_attend(int bf16, const pdserve::Step* step, const pdserve::Tokens* tokens) {
-  const auto run = bf16 ? pdserve::attend<pdserve::Bf16> : pdserve::attend<float>;
-  run(*step, *tokens);
+// `form` is 0 for fp32, 1 for bf16, and 2 more for a cache in FP8.
+extern "C" void pdserve_attend(int form, const pdserve::Step* step, const pdserve::Tokens* tokens) {
+  using namespace pdserve;
+  switch (form) {
+    case 0: return attend<float, float>(*step, *tokens);
+    case 1: return attend<Bf16, Bf16>(*step, *tokens);
+    case 2: return attend<float, Fp8>(*step, *tokens);
+    default: return attend<Bf16, Fp8>(*step, *tokens);
+  }
 }

@@ -1,5 +1,6 @@
 // The arguments of one layer's attention. The ctypes structures of library.py have the same fields.
 #pragma once
+#include "fp8.h"
 #include "kept.h"
 #include "panel.h"
 
@@ -9,7 +10,7 @@ inline constexpr long kMaxHeadDim = 1024;
 
 // A step is planned once, for all layers. Rows with one new token come first.
 struct Step {
-  void* cache;            // [blocks, kv_heads, layers, tiles, block_size, head_dim]
+  void* cache;            // [blocks, kv_heads, layers, tiles, block_size, head_dim], or tiles in FP8
   const int32_t* tables;  // the rows' block ids, one row after the other
   const int32_t* rows;    // [num_rows][4]: new tokens, context length, first token in the step, first id in tables
   int64_t num_rows, num_singles, num_tokens;
@@ -43,15 +44,32 @@ inline Row row_of(const Step& step, long i) {
   return {row[0], row[1], row[2], step.tables + row[3]};
 }
 
-// Returns the key tile of one block.
-template <class T>
-T* tile_of(const Step& step, long block, long kv_head, long layer) {
-  const long tile = ((block * step.kv_heads + kv_head) * step.layers + layer) * step.tiles;
-  return (T*)step.cache + tile * step.block_size * step.head_dim;
+// S is the type of the cache's elements: that of the queries, T, or Fp8, whose tiles end with the tokens' exponents.
+template <class S>
+inline constexpr bool kScaled = std::is_same_v<S, Fp8>;
+
+template <class S>
+long tile_elements(const Step& step) {
+  return step.block_size * (step.head_dim + kScaled<S>);
 }
 
-// Returns how many elements a value lies behind its key.
-inline long to_value(const Step& step) { return (step.tiles - 1) * step.block_size * step.head_dim; }
+// Returns the key tile of one block.
+template <class S>
+S* tile_of(const Step& step, long block, long kv_head, long layer) {
+  const long tile = ((block * step.kv_heads + kv_head) * step.layers + layer) * step.tiles;
+  return (S*)step.cache + tile * tile_elements<S>(step);
+}
+
+// Returns how many elements a value lies behind its key, and its exponent behind that of the key.
+template <class S>
+long to_value(const Step& step) {
+  return (step.tiles - 1) * tile_elements<S>(step);
+}
+
+// Returns the exponents of a tile's tokens.
+inline uint8_t* exponents_of(const Step& step, const Fp8* tile) {
+  return (uint8_t*)tile + step.block_size * step.head_dim;
+}
 
 inline long first_visible(const Tokens& tokens, long position) {
   if (!tokens.window || position < tokens.window) return 0;
@@ -71,18 +89,18 @@ inline void bound(const Step& step, float* scores, long from, long to) {
 // All threads of a parallel region run each of the following parts of an attention. `query` is
 // [tokens, heads, head_dim], normalised and rotated.
 
-template <class T>
+template <class T, class S>
 void prepare(const Step&, const Tokens&, T* query);
 
 // Writes where each single token's partial results begin, and after the last one their number, which it returns.
 long count_parts(const Step&, const Tokens&, long* first_part);
 long partial_floats(const Step&, long parts);
-template <class T>
+template <class T, class S>
 void attend_single_tokens(const Step&, const Tokens&, const T* query, float* partial, const long* first_part);
 
 // Returns how many values `keys` and `values` each hold.
 long panel_values(const Step&, const Tokens&, const Row&);
-template <class T>
+template <class T, class S>
 void attend_span(const Step&, const Tokens&, const Row&, const T* query, Operand<T>* keys, Operand<T>* values);
 
 }  // namespace pdserve

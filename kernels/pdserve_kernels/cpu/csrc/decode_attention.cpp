@@ -44,7 +44,7 @@ inline void store_in_order(Lanes even, Lanes odd, Lanes* to) {
 #endif
 
 // One part of a context for kHeads query heads of one KV head. A head fills kVectors vectors; 0 takes any head_dim.
-template <class T, int kVectors, int kHeads>
+template <class T, class S, int kVectors, int kHeads>
 struct Part {
   static constexpr int kRoom = kVectors ? kVectors : kMaxHeadDim / kLanes;
   // So many vectors of every head stay in the registers at a time.
@@ -56,12 +56,17 @@ struct Part {
 
   long dim() const { return kVectors ? kVectors * kLanes : step.head_dim; }
   long vectors() const { return kVectors ? kVectors : (step.head_dim + kLanes - 1) / kLanes; }
-  Lanes at(const T* from, long v) const {
+  template <class X>
+  Lanes at(const X* from, long v) const {
     return kVectors ? load(from + v * kLanes) : load_part(from + v * kLanes, step.head_dim - v * kLanes);
   }
-  const T* key_at(long position) const {
+  const S* key_at(long position) const {
     const long block = row.blocks[position / step.block_size];
-    return tile_of<T>(step, block, kv_head, layer) + position % step.block_size * dim();
+    return tile_of<S>(step, block, kv_head, layer) + position % step.block_size * dim();
+  }
+  const uint8_t* exponents_at(long position) const {
+    const long block = row.blocks[position / step.block_size];
+    return exponents_of(step, tile_of<S>(step, block, kv_head, layer)) + position % step.block_size;
   }
 
   // Calls tile(i, key, count) for each run of `count` positions from low + i whose keys lie together.
@@ -74,11 +79,12 @@ struct Part {
   }
 
   // Computes scores[i][h] = query[h] . key[i] for one tile.
-  void score(const T* query, const T* key, long count, float* scores) const {
+  template <class Q>
+  void score(const Q* query, const S* key, long count, float* scores) const {
     for (long i = 0; i < count; i++, key += dim(), scores += kSlots) {
       Lanes dots[kSlots] = {};
 #if defined(__AVX512BF16__)
-      if constexpr (kVectors && std::is_same_v<T, Bf16>) {
+      if constexpr (kVectors && std::is_same_v<S, Bf16>) {
 #pragma GCC unroll 16
         for (long v = 0; v < kVectors; v += 2) {
           const auto pairs = (__m512bh)_mm512_loadu_si512(key + v * kLanes);
@@ -101,7 +107,7 @@ struct Part {
   }
 
   // Computes acc[h] += weights[i][h] * value[i] for one tile.
-  void gather(const float* weights, const T* value, long count, Lanes (*acc)[kRoom]) const {
+  void gather(const float* weights, const S* value, long count, Lanes (*acc)[kRoom]) const {
     if constexpr (kVectors == 0) {
       for (long i = 0; i < count; i++) {
         for (long v = 0; v < vectors(); v++) {
@@ -142,7 +148,7 @@ struct Part {
         wide[h][v + 1] = q.odd;
       }
     }
-    const long tile = to_value(step);
+    const long tile = to_value<S>(step);
     fetch(key_at(low), std::min(high - low, step.block_size) * dim());
     each_tile([&](long i, const T* key, long count) {
       const long next = low + i + count;
@@ -228,14 +234,57 @@ struct Part {
     }
   }
 
+  // Multiplies the numbers of `count` positions, kSlots of each, by the positions' scales.
+  void rescale(float* numbers, const uint8_t* exponents, long count) const {
+    for (long i = 0; i < count; i++) {
+      const float scale = scale_of(exponents[i]);
+      for (int s = 0; s < kSlots; s++) numbers[i * kSlots + s] *= scale;
+    }
+  }
+
+  // Does the same as operator() for a cache in FP8. A product with a power of two is exact, so it makes no difference
+  // whether keys are scaled or scores, and values or weights.
+  void scaled(const T* query, Lanes* acc, float* top, float* total) const {
+    alignas(64) float scores[kPart * kSlots + kLanes];
+    alignas(64) float wide[kHeads * kRoom * kLanes];
+    for (int h = 0; h < kHeads; h++) {
+      for (long v = 0; v < vectors(); v++) store_part(wide + h * dim() + v * kLanes, at(query + h * dim(), v), dim() - v * kLanes);
+    }
+    const long tile = to_value<S>(step);
+    each_tile([&](long i, const S* key, long count) {
+      const long next = low + i + count;
+      if (next < high) fetch(key_at(next), step.block_size * dim());
+      fetch(key + tile, count * dim());
+      score(wide, key, count, scores + i * kSlots);
+      rescale(scores + i * kSlots, exponents_at(low + i), count);
+    });
+    float tops[kSlots], totals[kSlots];
+    soften(scores, high - low, tops, totals);
+    Lanes sums[kHeads][kRoom] = {};
+    each_tile([&](long i, const S* key, long count) {
+      rescale(scores + i * kSlots, exponents_at(low + i) + tile, count);
+      gather(scores + i * kSlots, key + tile, count, sums);
+    });
+    for (int h = 0; h < kHeads; h++) {
+      for (long v = 0; v < vectors(); v++) acc[h * vectors() + v] = sums[h][v];
+      top[h] = tops[h];
+      total[h] = totals[h];
+    }
+  }
+
   // Takes the query of kHeads heads. The part's result is acc[kHeads][vectors], top[kHeads] and total[kHeads].
   void operator()(const T* query, Lanes* acc, float* top, float* total) const {
 #if defined(__AVX2__) && !defined(__AVX512F__)
-    if constexpr (kVectors && std::is_same_v<T, Bf16>) return even_odd(query, acc, top, total);
+    if constexpr (kVectors && std::is_same_v<S, Bf16>) return even_odd(query, acc, top, total);
 #endif
+    if constexpr (kScaled<S>) return scaled(query, acc, top, total);
+    else return plain(query, acc, top, total);
+  }
+
+  void plain(const T* query, Lanes* acc, float* top, float* total) const {
     alignas(64) float scores[kPart * kSlots + kLanes];
-    const long tile = to_value(step);
-    each_tile([&](long i, const T* key, long count) {
+    const long tile = to_value<S>(step);
+    each_tile([&](long i, const S* key, long count) {
       const long next = low + i + count;
       if (next < high) fetch(key_at(next), step.block_size * dim());
       fetch(key + tile, count * dim());
@@ -244,7 +293,7 @@ struct Part {
     float tops[kSlots], totals[kSlots];
     soften(scores, high - low, tops, totals);
     Lanes sums[kHeads][kRoom] = {};
-    each_tile([&](long i, const T* key, long count) { gather(scores + i * kSlots, key + tile, count, sums); });
+    each_tile([&](long i, const S* key, long count) { gather(scores + i * kSlots, key + tile, count, sums); });
     for (int h = 0; h < kHeads; h++) {
       for (long v = 0; v < vectors(); v++) acc[h * vectors() + v] = sums[h][v];
       top[h] = tops[h];
@@ -254,7 +303,7 @@ struct Part {
 };
 
 // Runs `heads` query heads of one KV head, four at a time.
-template <class T, int kVectors>
+template <class T, class S, int kVectors>
 void part(const Step& step, const Row& row, long kv_head, long layer, long low, long high, const T* query, long heads,
           Lanes* acc, float* top, float* total) {
   const long nv = (step.head_dim + kLanes - 1) / kLanes;
@@ -262,10 +311,10 @@ void part(const Step& step, const Row& row, long kv_head, long layer, long low, 
     const T* q = query + h * step.head_dim;
     Lanes* a = acc + h * nv;
     switch (std::min(4L, heads - h)) {
-      case 1: Part<T, kVectors, 1>{step, row, kv_head, layer, low, high}(q, a, top + h, total + h); break;
-      case 2: Part<T, kVectors, 2>{step, row, kv_head, layer, low, high}(q, a, top + h, total + h); break;
-      case 3: Part<T, kVectors, 3>{step, row, kv_head, layer, low, high}(q, a, top + h, total + h); break;
-      default: Part<T, kVectors, 4>{step, row, kv_head, layer, low, high}(q, a, top + h, total + h);
+      case 1: Part<T, S, kVectors, 1>{step, row, kv_head, layer, low, high}(q, a, top + h, total + h); break;
+      case 2: Part<T, S, kVectors, 2>{step, row, kv_head, layer, low, high}(q, a, top + h, total + h); break;
+      case 3: Part<T, S, kVectors, 3>{step, row, kv_head, layer, low, high}(q, a, top + h, total + h); break;
+      default: Part<T, S, kVectors, 4>{step, row, kv_head, layer, low, high}(q, a, top + h, total + h);
     }
   }
 }
@@ -294,7 +343,7 @@ long count_parts(const Step& step, const Tokens& tokens, long* first_part) {
 
 long partial_floats(const Step& step, long parts) { return parts * step.kv_heads * result_floats(step); }
 
-template <class T>
+template <class T, class S>
 void attend_single_tokens(const Step& step, const Tokens& tokens, const T* query, float* partial, const long* first_part) {
   const long dim = step.head_dim, nv = (dim + kLanes - 1) / kLanes, group = step.heads / step.kv_heads;
   const long size = result_floats(step), parts = first_part[step.num_singles];
@@ -308,10 +357,10 @@ void attend_single_tokens(const Step& step, const Tokens& tokens, const T* query
     const T* q = query + (row.first_token * step.heads + kv_head * group) * dim;
     float* acc = partial + item * size;
     float* top = acc + group * nv * kLanes;
-    const auto run = dim == 64    ? part<T, 64 / kLanes>
-                     : dim == 128 ? part<T, 128 / kLanes>
-                     : dim == 576 ? part<T, 576 / kLanes>
-                                  : part<T, 0>;
+    const auto run = dim == 64    ? part<T, S, 64 / kLanes>
+                     : dim == 128 ? part<T, S, 128 / kLanes>
+                     : dim == 576 ? part<T, S, 576 / kLanes>
+                                  : part<T, S, 0>;
     run(step, row, kv_head, tokens.layer, low, high, q, group, (Lanes*)acc, top, top + group);
   });
   each(step.num_singles, [&](long i) {
@@ -341,7 +390,9 @@ void attend_single_tokens(const Step& step, const Tokens& tokens, const T* query
   });
 }
 
-template void attend_single_tokens<float>(const Step&, const Tokens&, const float*, float*, const long*);
-template void attend_single_tokens<Bf16>(const Step&, const Tokens&, const Bf16*, float*, const long*);
+template void attend_single_tokens<float, float>(const Step&, const Tokens&, const float*, float*, const long*);
+template void attend_single_tokens<Bf16, Bf16>(const Step&, const Tokens&, const Bf16*, float*, const long*);
+template void attend_single_tokens<float, Fp8>(const Step&, const Tokens&, const float*, float*, const long*);
+template void attend_single_tokens<Bf16, Fp8>(const Step&, const Tokens&, const Bf16*, float*, const long*);
 
 }  // namespace pdserve

@@ -4,7 +4,7 @@
 
 namespace pdserve {
 
-enum class Keep { kInputs, kQuery, kParts, kPartial, kKeys, kValues, kScores, kWeights, kRows, kPlaces, kGiven, kOperands, kMiddle, kSums, kCount };
+enum class Keep { kInputs, kQuery, kParts, kPartial, kKeys, kValues, kScores, kWeights, kRows, kPlaces, kGiven, kOperands, kMiddle, kSums, kWidened, kCount };
 
 // Each use has memory of its own, which grows when more is needed.
 inline void* kept(Keep use, size_t bytes) {

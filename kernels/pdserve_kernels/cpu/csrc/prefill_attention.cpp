@@ -56,7 +56,7 @@ inline void store_side_by_side(Bf16* to, const Bf16* const* from, long d) {
 // [context / kColumns][head_dim / pair][kColumns][pair], and values as panels
 // [head_dim / kColumns][context / pair][kColumns][pair]. Padding is zero, and so is what lies before `seen`, the first
 // position that is read: its block may be another request's by now.
-template <class T, class E>
+template <class T, class S, class E>
 void lay_out(const Step& step, const Row& row, long layer, long kv_head, long low, long seen, long first, E* keys,
              E* values) {
   constexpr long kP = kPair<E>;
@@ -70,8 +70,20 @@ void lay_out(const Step& step, const Row& row, long layer, long kv_head, long lo
   const long count = std::min(kColumns, row.context - low - first), hidden = std::max(0L, seen - low - first);
   for (long c = hidden; c < count; c++) {
     const long position = low + first + c;
-    tiles[c] = tile_of<T>(step, row.blocks[position / step.block_size], kv_head, layer) + position % step.block_size * dim;
-    value_tiles[c] = tiles[c] + to_value(step);
+    const long offset = position % step.block_size;
+    const S* tile = tile_of<S>(step, row.blocks[position / step.block_size], kv_head, layer);
+    if constexpr (kScaled<S>) {
+      T* widened = kept<T>(Keep::kWidened, 2 * kColumns * dim) + 2 * c * dim;
+      widen_scaled(tile + offset * dim, exponents_of(step, tile)[offset], dim, widened);
+      tiles[c] = value_tiles[c] = widened;
+      if (step.tiles == 1) continue;
+      tile += to_value<S>(step);
+      widen_scaled(tile + offset * dim, exponents_of(step, tile)[offset], dim, widened + dim);
+      value_tiles[c] = widened + dim;
+    } else {
+      tiles[c] = tile + offset * dim;
+      value_tiles[c] = tiles[c] + to_value<S>(step);
+    }
   }
   if (!hidden && count == kColumns && dim % kColumns == 0) {
     for (long d = 0; d < dim; d += 4 * kP) {
@@ -171,7 +183,7 @@ long panel_values(const Step& step, const Tokens& tokens, const Row& row) {
   return step.kv_heads * padded_to(row.context - first_position(tokens, row), kColumns) * padded_to(step.head_dim, kColumns);
 }
 
-template <class T>
+template <class T, class S>
 void attend_span(const Step& step, const Tokens& tokens, const Row& row, const T* query, Operand<T>* keys,
                  Operand<T>* values) {
   const long group = step.heads / step.kv_heads, low = first_position(tokens, row);
@@ -180,7 +192,7 @@ void attend_span(const Step& step, const Tokens& tokens, const Row& row, const T
   const long pieces = length / kColumns;
   each(step.kv_heads * pieces, [&](long item) {
     const long h = item / pieces, first = item % pieces * kColumns;
-    lay_out<T>(step, row, tokens.layer, h, low, seen, first, keys + h * each_head, values + h * each_head);
+    lay_out<T, S>(step, row, tokens.layer, h, low, seen, first, keys + h * each_head, values + h * each_head);
   });
   const long all = row.new_tokens * group, groups = (all + kMaxRows - 1) / kMaxRows;
   each<true>(step.kv_heads * groups, [&](long item) {
@@ -190,7 +202,9 @@ void attend_span(const Step& step, const Tokens& tokens, const Row& row, const T
   });
 }
 
-template void attend_span<float>(const Step&, const Tokens&, const Row&, const float*, float*, float*);
-template void attend_span<Bf16>(const Step&, const Tokens&, const Row&, const Bf16*, Operand<Bf16>*, Operand<Bf16>*);
+template void attend_span<float, float>(const Step&, const Tokens&, const Row&, const float*, float*, float*);
+template void attend_span<float, Fp8>(const Step&, const Tokens&, const Row&, const float*, float*, float*);
+template void attend_span<Bf16, Bf16>(const Step&, const Tokens&, const Row&, const Bf16*, Operand<Bf16>*, Operand<Bf16>*);
+template void attend_span<Bf16, Fp8>(const Step&, const Tokens&, const Row&, const Bf16*, Operand<Bf16>*, Operand<Bf16>*);
 
 }  // namespace pdserve

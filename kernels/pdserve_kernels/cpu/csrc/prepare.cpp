@@ -28,7 +28,7 @@ void head(const T* from, const T* norm, float eps, const float* cos, const float
   for (long i = 0; i < head_dim; i += kLanes) store_part(to + i, load_part(x + i, head_dim - i), head_dim - i);
 }
 
-template <class T>
+template <class T, class S>
 void token(const Step& step, const Tokens& tokens, long t, long block, long offset, T* query) {
   const long dim = step.head_dim, half = dim / 2;
   float table[kMaxHeadDim], *cos = nullptr, *sin = nullptr;
@@ -47,15 +47,27 @@ void token(const Step& step, const Tokens& tokens, long t, long block, long offs
   const T* key = (const T*)tokens.key + t * tokens.key_stride;
   const T* value = (const T*)tokens.value + t * tokens.key_stride;
   for (long h = 0; h < step.kv_heads; h++) {
-    T* tile = tile_of<T>(step, block, h, tokens.layer) + offset * dim;
-    head(key + h * dim, (const T*)tokens.key_norm, tokens.eps, cos, sin, dim, tile);
-    if (step.tiles > 1) std::memcpy(tile + to_value(step), value + h * dim, dim * sizeof(T));
+    S* tile = tile_of<S>(step, block, h, tokens.layer);
+    if constexpr (kScaled<S>) {
+      // Rounded to T in between, so that a key is the same whether it comes from here or as a tensor.
+      T rounded[kMaxHeadDim];
+      head(key + h * dim, (const T*)tokens.key_norm, tokens.eps, cos, sin, dim, rounded);
+      exponents_of(step, tile)[offset] = store_scaled(tile + offset * dim, rounded, dim);
+      if (step.tiles > 1) {
+        tile += to_value<S>(step);
+        exponents_of(step, tile)[offset] = store_scaled(tile + offset * dim, value + h * dim, dim);
+      }
+    } else {
+      tile += offset * dim;
+      head(key + h * dim, (const T*)tokens.key_norm, tokens.eps, cos, sin, dim, tile);
+      if (step.tiles > 1) std::memcpy(tile + to_value<S>(step), value + h * dim, dim * sizeof(T));
+    }
   }
 }
 
 }  // namespace
 
-template <class T>
+template <class T, class S>
 void prepare(const Step& step, const Tokens& tokens, T* query) {
   each(step.num_tokens, [&](long t) {
     long low = 0, high = step.num_rows - 1;
@@ -66,11 +78,13 @@ void prepare(const Step& step, const Tokens& tokens, T* query) {
     }
     const Row row = row_of(step, low);
     const long position = row.context - row.new_tokens + t - row.first_token;
-    token(step, tokens, t, row.blocks[position / step.block_size], position % step.block_size, query);
+    token<T, S>(step, tokens, t, row.blocks[position / step.block_size], position % step.block_size, query);
   });
 }
 
-template void prepare<float>(const Step&, const Tokens&, float*);
-template void prepare<Bf16>(const Step&, const Tokens&, Bf16*);
+template void prepare<float, float>(const Step&, const Tokens&, float*);
+template void prepare<Bf16, Bf16>(const Step&, const Tokens&, Bf16*);
+template void prepare<float, Fp8>(const Step&, const Tokens&, float*);
+template void prepare<Bf16, Fp8>(const Step&, const Tokens&, Bf16*);
 
 }  // namespace pdserve
