@@ -141,6 +141,8 @@ class BlockWeight:
     blocks: torch.Tensor
     key: str = ""
     """Says which part of which tensors of the model this is; empty if nobody will ask for the same weight again."""
+    dtype: torch.dtype = torch.bfloat16
+    """The numbers of the rows that it is multiplied with, and of its own rows where they are looked up."""
 
     @property
     def inputs(self) -> int:
@@ -226,7 +228,7 @@ class HeadLinear(Protocol):
 
 
 class BlockLinear(Linear, Protocol):
-    """The product with a weight that stays in blocks, in bf16."""
+    """The product with a weight that stays in blocks, or packed, with rows of ``BlockWeight.dtype``."""
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         """Returns the weight's rows of these numbers, ``[len(ids), in]``: an embedding is looked up in this way."""
@@ -380,7 +382,7 @@ class Kernels(Protocol):
 
 
 class BlockKernels(Protocol):
-    """Multiplies from weights in blocks, so that no more bytes are read than the file has."""
+    """Multiplies from weights in blocks, or packed, so that hardly more bytes are read than the file has."""
 
     def block_linear(self, weight: BlockWeight, bias: torch.Tensor | None = None) -> BlockLinear: ...
 

@@ -77,7 +77,7 @@ class ModelConfig:
     weights: Weights = setting(
         "weights",
         "'auto' keeps the blocks of a quantised .gguf file, and repacks quantised weights of a folder into blocks, "
-        "where it can (bf16, on a CPU with g++). 'dequantise' widens them to --dtype.",
+        "where it can (bf16, on a GPU or on a CPU with g++). 'dequantise' widens them to --dtype.",
         Weights.AUTO,
     )
     max_model_len: int = setting(

@@ -198,12 +198,12 @@ def local_spec(model: ModelConfig, cache: CacheConfig, kernels: CpuKernels, cach
     """
     folder = resolve_model(model.path)
     decoder = read_decoder_config(folder)
-    on_cpu = choose_device(model.device).type == "cpu"
-    compiled = on_cpu and kernels is not CpuKernels.TORCH and can_be_built(CPU_KERNELS)
+    on_gpu = choose_device(model.device).type != "cpu"
+    multiplied = on_gpu or (kernels is not CpuKernels.TORCH and can_be_built(CPU_KERNELS))
     digest = fingerprint(
         folder,
         cache_dir,
-        in_blocks=stays_in_blocks(folder, model, kernels=compiled),
+        in_blocks=stays_in_blocks(folder, model, kernels=multiplied),
         long_contexts=decoder.turns_for_long_contexts(model.max_model_len or decoder.max_positions),
     )
     return EngineSpec(

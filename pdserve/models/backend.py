@@ -42,7 +42,7 @@ def open_backend(device: torch.device, cpu_kernels: Callable[[], Kernels]) -> Ba
     # Triton launches on the current device, wherever its arguments are.
     torch.cuda.set_device(device)
     kernels = TritonKernels(torch.cuda.get_device_properties(device).multi_processor_count)
-    return Backend(device, kernels, kernels)
+    return Backend(device, kernels, kernels, kernels)
 
 
 def choose_device(asked: Device, rank: int = 0, ranks: int = 1) -> torch.device:

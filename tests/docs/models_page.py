@@ -38,10 +38,12 @@ _QUANTISED = """Folders of all families above may have quantised weights, as `qu
 (MLX: `quantization`; ModelOpt: also `hf_quant_config.json`). Other methods and forms are refused by their names before
 a weight is read, and so are tensors that do not fit what is said.
 
-On a CPU with `g++` and `--dtype bf16`, weights become blocks, from which products are computed. Elsewhere (a GPU, plain
-torch, `--dtype fp32`, `--weights dequantise`) they are dequantised into `--dtype` while they load, and then take the
-memory of a model in `--dtype`. Ranks read their shares; a share that cuts a block is dequantised. Errors below are the
-ratios of root mean squares for normally distributed weights.
+On a GPU, and on a CPU with `g++`, weights become blocks with `--dtype bf16`, and products are computed from these: a
+GPU takes their numbers out of the codes as it reads them, and its memory holds the codes and their scales. Elsewhere
+(plain torch, `--dtype fp32`, `--weights dequantise`) they are dequantised into `--dtype` while they load, and then take
+the memory of a model in `--dtype`. Ranks read their shares; a share that cuts a block is dequantised, and so are
+routers and the heads' own products of latent attention. Errors below are the ratios of root mean squares for normally
+distributed weights.
 
 Activations are never rounded as a configuration says, and the KV cache has `--dtype`. Tensors for that (`input_scale`,
 `k_scale`, …) are known by their names and unused.
@@ -74,7 +76,7 @@ def render() -> str:
             "|---|---|---|",
             *(f"| `{method}` | {read} | {refused} |" for method, (read, refused) in METHODS.items()),
             "",
-            "| a weight's form | on a CPU | what that does | elsewhere |",
+            "| a weight's form | on a GPU or CPU | what that does | elsewhere |",
             "|---|---|---|---|",
             *(_form(form) for form in Form),
             "",
@@ -105,7 +107,7 @@ def _drafting() -> str:
 
 def _form(form: Form) -> str:
     becomes = FORMS[form]
-    blocks = f"{becomes.cpu} blocks, {becomes.bits:g} bits" if becomes.cpu else "dequantised"
+    blocks = f"{becomes.blocks} blocks, {becomes.bits:g} bits" if becomes.blocks else "dequantised"
     return f"| {form.value} | {blocks} | {becomes.why} | dequantised |"
 
 

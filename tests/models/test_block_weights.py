@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 from unittest.mock import patch
@@ -13,7 +14,9 @@ from gguf import GGMLQuantizationType
 from pdserve.config import Dtype, ModelConfig, Weights
 from pdserve.models.checkpoint.config_reading import read_decoder_config
 from pdserve.models.checkpoint.fingerprint import fingerprint
+from pdserve.models.checkpoint.gguf.file import read_gguf
 from pdserve.models.checkpoint.gguf.tensors import GgufTensors
+from pdserve.models.checkpoint.weight_form import GPU_BITS, gpu_weight_bytes
 from pdserve.models.checkpoint.weights import ALL, Checkpoint, joined_columns, stays_in_blocks
 from pdserve.models.decoder import build_decoder
 from pdserve.models.parts.projections import Building, Projection, SideBySide, column_parallel
@@ -21,6 +24,7 @@ from pdserve.models.runner import ModelRunner, StepRow
 from pdserve.settings import cache_folder
 from pdserve_kernels.contract import BlockFormat, BlockWeight
 from pdserve_kernels.cpu.compiled_kernels import CompiledKernels
+from pdserve_kernels.triton.block_packing import PACKED_FORMS
 from tests.models.grouped_runner import GroupedRunner
 from tests.models.test_qwen3_moe import Unsummed
 from tests.tiny_gguf import save_tiny_gguf
@@ -170,6 +174,20 @@ def test_when_blocks_are_kept(tmp_path: Path) -> None:
     assert not stays_in_blocks(path, ModelConfig(weights=Weights.DEQUANTISE), kernels=True)
     assert not stays_in_blocks(plain, usual, kernels=True)
     assert not stays_in_blocks(folder, usual, kernels=True)
+
+
+def test_memory_on_a_gpu_is_that_of_what_stays_packed(tmp_path: Path) -> None:
+    folder = save_tiny_model("llama", tmp_path / "model", **SHAPE)
+    path = save_tiny_gguf(folder, tmp_path / "q.gguf", quantized=Q4_1, widths=(64,))
+    tensors = read_gguf(path).tensors.values()
+    in_blocks = sum(math.prod(tensor.shape) for tensor in tensors if tensor.kind == Q4_1)
+    others = sum(math.prod(tensor.shape) for tensor in tensors) - in_blocks
+    assert gpu_weight_bytes(path, ModelConfig()) == in_blocks * 5 / 8 + 2 * others
+    assert gpu_weight_bytes(path, ModelConfig(weights=Weights.DEQUANTISE)) == 2 * (in_blocks + others)
+    # As a row of 1024 inputs has it, which is a whole number of turns of each loop.
+    for kind, bits in GPU_BITS.items():
+        assert PACKED_FORMS[BlockFormat(kind)].nbytes(1, 1024) == 1024 * bits / 8
+    assert GPU_BITS.keys() == set(BlockFormat)
 
 
 def test_the_fingerprint_names_the_form(tmp_path: Path) -> None:

@@ -116,6 +116,6 @@ def test_patterns_of_modules(tmp_path: Path) -> None:
 def test_the_table_has_each_form_and_blocks_that_there_are() -> None:
     assert FORMS.keys() == set(Form)
     for becomes in FORMS.values():
-        if becomes.cpu:
-            blocks = BlockFormat[becomes.cpu]
+        if becomes.blocks:
+            blocks = BlockFormat[becomes.blocks]
             assert becomes.bits == 8 * blocks.block_bytes / blocks.elements

@@ -18,7 +18,7 @@ from pdserve.models.checkpoint.config_reading import read_decoder_config, read_f
 from pdserve.models.checkpoint.fingerprint import fingerprint
 from pdserve.models.checkpoint.safetensors.dequantising import LARGEST_SHIFT, MOST_ADDED
 from pdserve.models.checkpoint.safetensors.files import SafetensorsFiles
-from pdserve.models.checkpoint.weight_form import parameters, weight_bytes, weights_words
+from pdserve.models.checkpoint.weight_form import gpu_weight_bytes, parameters, weight_bytes, weights_words
 from pdserve.models.checkpoint.weights import ALL, Checkpoint, block_formats, stays_in_blocks
 from pdserve.models.parts.projections import Building
 from pdserve.models.runner import StepRow
@@ -217,9 +217,7 @@ def test_zeros_that_are_not_in_the_middle_are_no_symmetric_weight(tiny: Path, tm
     assert torch.equal(files.read(DOWN, ALL, ALL, torch.float32), load_file(wide / "model.safetensors")[DOWN])
 
 
-@pytest.mark.parametrize(
-    ("name", "bits", "words"), [("awq", 5.0, "awq, in Q4_1 on a CPU"), ("mlx-8", 16.0, "mlx, in bfloat16 on a CPU")]
-)
+@pytest.mark.parametrize(("name", "bits", "words"), [("awq", 5.0, "awq, in Q4_1"), ("mlx-8", 16.0, "mlx, in bfloat16")])
 def test_memory_is_that_of_what_weights_become(tiny: Path, tmp_path: Path, name: str, bits: float, words: str) -> None:
     narrow, wide = folders(tiny, tmp_path, name)
     tensors, parts = load_file(wide / "model.safetensors"), ("_proj", "embed") if name == "mlx-8" else ("_proj",)
@@ -229,6 +227,8 @@ def test_memory_is_that_of_what_weights_become(tiny: Path, tmp_path: Path, name:
     model = ModelConfig()
     assert parameters(narrow) == numbers + others
     assert weight_bytes(narrow, model, CpuKernels.AUTO) == 2 * others + numbers * bits / 8
+    assert gpu_weight_bytes(narrow, model) == 2 * others + numbers * bits / 8
+    assert gpu_weight_bytes(narrow, ModelConfig(weights=Weights.DEQUANTISE)) == 2 * (others + numbers)
     assert weight_bytes(narrow, model, CpuKernels.TORCH) == 2 * (others + numbers)
     assert weights_words(narrow, model) == words
     assert weights_words(narrow, ModelConfig(dtype=Dtype.FP32)) == f"{name.split('-')[0]}, widened to float32"

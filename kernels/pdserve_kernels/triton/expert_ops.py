@@ -4,19 +4,23 @@ One launch routes the rows. Two sort what they are sent to by expert, and cut th
 many as there can be are launched, and those without rows end at once. A tile is multiplied with the weights of its
 expert, and activated; a second launch multiplies by the other weights, and the last one adds the results of each row in
 the order of its choice. So nothing is added by atomic operations, and a step gives the same again.
+
+Weights that come in blocks stay packed (``block_packing``), with those of all experts in one tensor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 
-from pdserve_kernels.contract import BlockWeight, ExpertsForm, ExpertWeights, UnreadWeight
+from pdserve_kernels.contract import BlockFormat, BlockWeight, ExpertsForm, ExpertWeights, UnreadWeight
 from pdserve_kernels.feed_forward import CLAMPED_AT, CLAMPED_SLOPE, Activation, GroupScore, Routing, Scoring
+from pdserve_kernels.triton.block_ops import add_products, form_constants, tile_inputs, widened
+from pdserve_kernels.triton.block_packing import PackedWeight, empty_packed, fill, packed
 from pdserve_kernels.triton.paged_attention import launch_fitting
 from pdserve_kernels.triton.token_ops import sigmoid
 
@@ -175,6 +179,20 @@ def _activated(values, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
+def _gated(gate, up, ACTIVATION: tl.constexpr, GATED: tl.constexpr):
+    if ACTIVATION == 5:
+        gate = tl.where(gate > _MOST, _MOST, gate)
+        up = tl.where(up > _MOST, _MOST, up)
+        up = tl.where(up < -_MOST, -_MOST, up)
+        result = (up + 1.0) * (gate * sigmoid(gate * _SLOPE))
+    elif GATED:
+        result = _activated(gate, ACTIVATION) * up
+    else:
+        result = _activated(up, ACTIVATION)
+    return result
+
+
+@triton.jit
 def _inner_kernel(
     x,
     weight,
@@ -226,17 +244,100 @@ def _inner_kernel(
                 gate += tl.load(own, mask=wanted, other=0.0).to(tl.float32)[None, :]
                 own += CHANNELS
             up += tl.load(own, mask=wanted, other=0.0).to(tl.float32)[None, :]
-        if ACTIVATION == 5:
-            gate = tl.where(gate > _MOST, _MOST, gate)
-            up = tl.where(up > _MOST, _MOST, up)
-            up = tl.where(up < -_MOST, -_MOST, up)
-            result = (up + 1.0) * (gate * sigmoid(gate * _SLOPE))
-        elif GATED:
-            result = _activated(gate, ACTIVATION) * up
-        else:
-            result = _activated(up, ACTIVATION)
+        result = _gated(gate, up, ACTIVATION, GATED)
         to = out + place.to(tl.int64)[:, None] * CHANNELS + column[None, :]
         tl.store(to, result.to(out.dtype.element_ty), mask=there[:, None] & wanted[None, :])
+
+
+@triton.jit
+def _packed_inner_kernel(
+    x, codes, upper, scales, offsets, wide, wide_offsets, bias, factors, order, tiles, out,
+    codes_each, upper_each, scales_each, wide_each, gates, inputs, channels, ups,
+    CHOSEN: tl.constexpr, GATED: tl.constexpr, WEIGHED: tl.constexpr, ACTIVATION: tl.constexpr,
+    BITS: tl.constexpr, NUMBERS: tl.constexpr, ZERO: tl.constexpr, GROUP: tl.constexpr, WIDE: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """As ``_inner_kernel``. ``gates`` outputs of an expert stand in front of its ``ups``."""
+    tile = tiles + 3 * tl.program_id(1)
+    expert = tl.load(tile).to(tl.int64)
+    if expert >= 0:
+        place, end = tl.load(tile + 1) + tl.arange(0, ROWS), tl.load(tile + 2)
+        there = place < end
+        assigned = tl.load(order + place, mask=there, other=0)
+        column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+        wanted = column < channels
+        outputs = gates + ups
+        given = x + (assigned // CHOSEN).to(tl.int64) * inputs
+        factor = tl.load(factors + assigned, mask=there, other=0.0)
+        codes += expert * codes_each
+        scales += expert * scales_each
+        if upper is not None:
+            upper += expert * upper_each
+        if offsets is not None:
+            offsets += expert * scales_each
+        if wide is not None:
+            wide += expert * wide_each
+        if wide_offsets is not None:
+            wide_offsets += expert * wide_each
+        gate, up = tl.zeros((COLUMNS, ROWS), tl.float32), tl.zeros((COLUMNS, ROWS), tl.float32)
+        if GATED:
+            gate = add_products(
+                gate, given, there, factor, 0, inputs, inputs, column, wanted, outputs,
+                codes, upper, scales, offsets, wide, wide_offsets,
+                WEIGHED, BITS, NUMBERS, ZERO, GROUP, WIDE, TILE,
+            )  # fmt: skip
+        up = add_products(
+            up, given, there, factor, 0, inputs, inputs, column + gates, wanted, outputs,
+            codes, upper, scales, offsets, wide, wide_offsets,
+            WEIGHED, BITS, NUMBERS, ZERO, GROUP, WIDE, TILE,
+        )  # fmt: skip
+        if bias is not None:
+            own = bias + expert * outputs + column
+            if GATED:
+                gate += tl.load(own, mask=wanted, other=0.0).to(tl.float32)[:, None]
+            up += tl.load(own + gates, mask=wanted, other=0.0).to(tl.float32)[:, None]
+        result = _gated(gate, up, ACTIVATION, GATED)
+        to = out + place.to(tl.int64)[None, :] * channels + column[:, None]
+        tl.store(to, result.to(out.dtype.element_ty), mask=wanted[:, None] & there[None, :])
+
+
+@triton.jit
+def _packed_outer_kernel(
+    middle, codes, upper, scales, offsets, wide, wide_offsets, bias, factors, order, tiles, out,
+    codes_each, upper_each, scales_each, wide_each, inputs, outputs,
+    WEIGHED: tl.constexpr,
+    BITS: tl.constexpr, NUMBERS: tl.constexpr, ZERO: tl.constexpr, GROUP: tl.constexpr, WIDE: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    tile = tiles + 3 * tl.program_id(1)
+    expert = tl.load(tile).to(tl.int64)
+    if expert >= 0:
+        place, end = tl.load(tile + 1) + tl.arange(0, ROWS), tl.load(tile + 2)
+        there = place < end
+        assigned = tl.load(order + place, mask=there, other=0)
+        column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+        wanted = column < outputs
+        codes += expert * codes_each
+        scales += expert * scales_each
+        if upper is not None:
+            upper += expert * upper_each
+        if offsets is not None:
+            offsets += expert * scales_each
+        if wide is not None:
+            wide += expert * wide_each
+        if wide_offsets is not None:
+            wide_offsets += expert * wide_each
+        total = add_products(
+            tl.zeros((COLUMNS, ROWS), tl.float32), middle + place.to(tl.int64) * inputs, there, 0.0, 0, inputs,
+            inputs, column, wanted, outputs, codes, upper, scales, offsets, wide, wide_offsets,
+            False, BITS, NUMBERS, ZERO, GROUP, WIDE, TILE,
+        )  # fmt: skip
+        if bias is not None:
+            total += tl.load(bias + expert * outputs + column, mask=wanted, other=0.0).to(tl.float32)[:, None]
+        if not WEIGHED:
+            total *= tl.load(factors + assigned, mask=there, other=0.0)[None, :]
+        to = out + assigned.to(tl.int64)[None, :] * outputs + column[:, None]
+        tl.store(to, total.to(out.dtype.element_ty), mask=wanted[:, None] & there[None, :])
 
 
 @triton.jit
@@ -351,6 +452,41 @@ def sort_rows(chosen: torch.Tensor, count: int) -> SortedRows:
     return SortedRows(order, tiles, rows)
 
 
+class _Stack:
+    """The weights ``[outputs, inputs]`` of all experts: packed if all of them come in blocks of one format."""
+
+    def __init__(self, count: int, outputs: int, inputs: int) -> None:
+        self._shape = (count, outputs, inputs)
+        self._format: BlockFormat | None = None
+        self.packed: PackedWeight | None = None
+        self.dense = torch.empty(0)
+
+    def add(self, number: int, weights: Sequence[UnreadWeight | BlockWeight], dtype: torch.dtype) -> None:
+        """Reads the weights of the next expert, which are ``outputs`` together. Raises ValueError if they are not."""
+        count, outputs, inputs = self._shape
+        found = sum(len(each.blocks) if isinstance(each, BlockWeight) else each.shape[0] for each in weights)
+        if found != outputs:
+            raise ValueError(f"{outputs} outputs are wanted of an expert, and there are {found}")
+        blocks = [each for each in weights if isinstance(each, BlockWeight)]
+        formats = {each.format for each in blocks}
+        if len(blocks) == len(weights) and len(formats) == 1 and (not number or formats == {self._format}):
+            if self.packed is None:
+                self._format = blocks[0].format
+                self.packed = empty_packed(self._format, outputs, inputs, blocks[0].blocks.device, count)
+            fill(self.packed.expert(number), blocks)
+            return
+        plain = [widened(packed(each), dtype) if isinstance(each, BlockWeight) else each.read() for each in weights]
+        if self.packed is not None:
+            # Not all experts come in the same form, so they become numbers.
+            self.dense = plain[0].new_empty(self._shape)
+            for before in range(number):
+                self.dense[before] = widened(self.packed.expert(before), dtype)
+            self.packed = self._format = None
+        elif not number:
+            self.dense = plain[0].new_empty(self._shape)
+        torch.cat(plain, out=self.dense[number])
+
+
 class TritonExperts:
     """Satisfies ``contract.Experts``. The weights of all experts lie behind each other."""
 
@@ -359,23 +495,23 @@ class TritonExperts:
         form.routing.check(form.count)
         self._form = form
         self._correction, self._factors = (None if each is None else each.float() for each in _numbers(form))
-        self._inner, self._down = torch.empty(0), torch.empty(0)
         biases: list[tuple[torch.Tensor | None, torch.Tensor | None]] = []
-        outputs = (2 if form.gated else 1) * form.channels
+        self._inner = _Stack(len(form.own), (2 if form.gated else 1) * form.channels, form.hidden)
+        self._down = _Stack(len(form.own), form.hidden, form.channels)
         for number, each in enumerate(weights):
-            inner = [_read(weight) for weight in each.inner]
-            down = _read(each.down)
-            if not number:
-                self._inner = down.new_empty((len(form.own), outputs, form.hidden))
-                self._down = down.new_empty((len(form.own), form.hidden, form.channels))
-            if sum(map(len, inner)) != outputs:
-                raise ValueError(f"{outputs} outputs are wanted of an expert, and there are {sum(map(len, inner))}")
-            torch.cat(inner, out=self._inner[number])
-            self._down[number].copy_(down)
+            self._inner.add(number, each.inner, form.dtype)
+            self._down.add(number, [each.down], form.dtype)
             biases.append((each.inner_bias, each.down_bias))
         if len(biases) != len(form.own):
             raise ValueError(f"{len(form.own)} experts are wanted, and there are {len(biases)}")
         self._inner_bias, self._down_bias = (_stacked(found) for found in zip(*biases, strict=True))
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the weights in memory."""
+        return sum(
+            each.dense.nbytes if each.packed is None else each.packed.nbytes for each in (self._inner, self._down)
+        )
 
     def __call__(self, x: torch.Tensor, logits: torch.Tensor, beside: torch.Tensor | None = None) -> torch.Tensor:
         form, rows = self._form, len(x)
@@ -387,53 +523,94 @@ class TritonExperts:
         if form.some is not None:  # what belongs to other ranks has numbers that no expert has
             chosen -= form.own.start
         by_expert = sort_rows(chosen, len(form.own))
-        places = (by_expert.order, by_expert.tiles)
         middle = torch.empty((rows * count, form.channels), dtype=x.dtype, device=x.device)
         empty = torch.empty if form.some is None else torch.zeros
         results = empty((rows * count, form.hidden), dtype=x.dtype, device=x.device)
-        columns = min(COLUMNS, max(16, triton.next_power_of_2(form.channels)))
-        warps = 4 if by_expert.rows <= 64 else 8
-        launch_fitting(
-            _inner_kernel,
-            (triton.cdiv(form.channels, columns), len(by_expert.tiles)),
-            (x, self._inner, self._inner_bias, factors, *places, middle),
-            (
-                form.hidden,
-                form.channels,
-                count,
-                form.gated,
-                form.weighs_inputs,
-                _ACTIVATIONS[form.activation],
-                by_expert.rows,
-                columns,
-                INPUTS,
-            ),
-            STAGES,
-            warps,
-        )
-        columns = min(COLUMNS, max(16, triton.next_power_of_2(form.hidden)))
-        launch_fitting(
-            _outer_kernel,
-            (triton.cdiv(form.hidden, columns), len(by_expert.tiles)),
-            (middle, self._down, self._down_bias, factors, *places, results),
-            (form.hidden, form.channels, form.weighs_inputs, by_expert.rows, columns, INPUTS),
-            STAGES,
-            warps,
-        )
+        self._multiply_inner(x, factors, by_expert, middle)
+        self._multiply_down(middle, factors, by_expert, results)
         block = min(SUMMED, triton.next_power_of_2(form.hidden))
         beside = None if beside is None else beside.contiguous()
         _sum_kernel[rows, triton.cdiv(form.hidden, block)](results, beside, out, form.hidden, count, block)
         return out
 
+    def _multiply_inner(
+        self, x: torch.Tensor, factors: torch.Tensor, by_expert: SortedRows, middle: torch.Tensor
+    ) -> None:
+        form, stack = self._form, self._inner
+        columns = min(COLUMNS, max(16, triton.next_power_of_2(form.channels)))
+        grid = (triton.cdiv(form.channels, columns), len(by_expert.tiles))
+        extra = (self._inner_bias, factors, by_expert.order, by_expert.tiles, middle)
+        rule = (form.routing.chosen, form.gated, form.weighs_inputs, _ACTIVATIONS[form.activation])
+        if stack.packed is None:
+            launch_fitting(
+                _inner_kernel,
+                grid,
+                (x, stack.dense, *extra),
+                (form.hidden, form.channels, *rule, by_expert.rows, columns, INPUTS),
+                STAGES,
+                _warps(by_expert.rows),
+            )
+            return
+        own = stack.packed.form
+        gates = form.channels if form.gated else 0
+        launch_fitting(
+            _packed_inner_kernel,
+            grid,
+            (x, *stack.packed.tensors, *extra, *_apart(stack.packed), gates, form.hidden, form.channels, form.channels),
+            (*rule, *form_constants(own), by_expert.rows, columns, tile_inputs(own, by_expert.rows)),
+            STAGES,
+            _warps(by_expert.rows),
+            least=own.tile,
+        )
+
+    def _multiply_down(
+        self, middle: torch.Tensor, factors: torch.Tensor, by_expert: SortedRows, results: torch.Tensor
+    ) -> None:
+        form, stack = self._form, self._down
+        columns = min(COLUMNS, max(16, triton.next_power_of_2(form.hidden)))
+        grid = (triton.cdiv(form.hidden, columns), len(by_expert.tiles))
+        extra = (self._down_bias, factors, by_expert.order, by_expert.tiles, results)
+        if stack.packed is None:
+            launch_fitting(
+                _outer_kernel,
+                grid,
+                (middle, stack.dense, *extra),
+                (form.hidden, form.channels, form.weighs_inputs, by_expert.rows, columns, INPUTS),
+                STAGES,
+                _warps(by_expert.rows),
+            )
+            return
+        own = stack.packed.form
+        launch_fitting(
+            _packed_outer_kernel,
+            grid,
+            (middle, *stack.packed.tensors, *extra, *_apart(stack.packed), form.channels, form.hidden),
+            (
+                form.weighs_inputs,
+                *form_constants(own),
+                by_expert.rows,
+                columns,
+                tile_inputs(own, by_expert.rows),
+            ),
+            STAGES,
+            _warps(by_expert.rows),
+            least=own.tile,
+        )
+
+
+def _warps(rows: int) -> int:
+    return 4 if rows <= 64 else 8
+
+
+def _apart(weight: PackedWeight) -> tuple[int, int, int, int]:
+    """Returns how far the codes, upper bits, scales and wide scales of an expert lie behind those before."""
+    found = (weight.codes, weight.upper, weight.scales, weight.wide)
+    codes, upper, scales, wide = (0 if each is None else each.stride(0) for each in found)
+    return codes, upper, scales, wide
+
 
 def _numbers(form: ExpertsForm) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     return form.correction, form.factors
-
-
-def _read(weight: UnreadWeight | BlockWeight) -> torch.Tensor:
-    if isinstance(weight, BlockWeight):
-        raise TypeError("the Triton kernels do not multiply from blocks")
-    return weight.read()
 
 
 def _stacked(biases: Iterable[torch.Tensor | None]) -> torch.Tensor | None:

@@ -81,9 +81,9 @@ WIDE = 256
 """Sums of more numbers are spread over twice as many threads."""
 
 
-def tiles_to_try(keys: int, stages: int) -> Iterator[tuple[int, int]]:
+def tiles_to_try(keys: int, stages: int, least: int = LEAST_TILE) -> Iterator[tuple[int, int]]:
     """Yields numbers of keys and of stages of a loop's pipeline, from the most shared memory to the least."""
-    while keys > LEAST_TILE:
+    while keys > least:
         yield keys, stages
         keys //= 2
     yield from ((keys, fewer) for fewer in range(stages, 0, -1))
@@ -100,15 +100,18 @@ def launch_fitting(
     constants: tuple[float, ...],
     stages: int,
     warps: int,
+    least: int = LEAST_TILE,
 ) -> None:
     """Launches a kernel with the largest tile that the GPU has shared memory for. ``constants`` end with the largest.
+
+    A tile is halved until it is no larger than ``least``.
 
     Triton says what a kernel needs once it is compiled. What does not fit is compiled once, at the engine's start.
     Raises OutOfResources if even the smallest tile does not fit.
     """
     query = arguments[0]
     key = (kernel.fn, query.device, query.dtype, constants)
-    tiles = list(tiles_to_try(int(constants[-1]), stages))
+    tiles = list(tiles_to_try(int(constants[-1]), stages, least))
     for at in range(_fitting.get(key, 0), len(tiles)):
         keys, deep = tiles[at]
         try:

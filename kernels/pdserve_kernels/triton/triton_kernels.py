@@ -1,4 +1,4 @@
-"""The kernel set of a GPU. Everything is in Triton but products with weights, which the vendor's library computes.
+"""The kernel set of a GPU, in Triton. Products with weights that are not packed are the vendor's library's.
 
 The attention of one layer takes one launch that stores, one for the single tokens, and one for the longer rows.
 """
@@ -15,6 +15,7 @@ from pdserve_kernels import reference
 from pdserve_kernels.contract import (
     Attention,
     AttentionRow,
+    BlockWeight,
     DecodeTables,
     ExpertsForm,
     ExpertWeights,
@@ -26,6 +27,7 @@ from pdserve_kernels.contract import (
 )
 from pdserve_kernels.kv_layout import KvLayout
 from pdserve_kernels.triton.attention_plan import SpanTables, plan_step
+from pdserve_kernels.triton.block_ops import TritonBlockLinear
 from pdserve_kernels.triton.cache_ops import kv_write, store_projected
 from pdserve_kernels.triton.expert_ops import TritonExperts
 from pdserve_kernels.triton.paged_attention import (
@@ -135,7 +137,7 @@ class TritonAttention:
 
 
 class TritonKernels:
-    """Satisfies ``contract.GraphKernels``."""
+    """Satisfies ``contract.GraphKernels`` and ``contract.BlockKernels``."""
 
     name = "triton"
     rms_norm = staticmethod(rms_norm)
@@ -154,6 +156,9 @@ class TritonKernels:
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
         return functools.partial(F.linear, weight=weight, bias=bias)
+
+    def block_linear(self, weight: BlockWeight, bias: torch.Tensor | None = None) -> TritonBlockLinear:
+        return TritonBlockLinear(weight, bias, self._processors)
 
     def head_linear(self, weight: torch.Tensor) -> HeadLinear:
         return reference.HeadLinear(weight)

@@ -14,13 +14,13 @@ from pathlib import Path
 
 import torch
 
-from pdserve.config import CacheConfig, EngineConfig, SchedulerConfig
+from pdserve.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from pdserve.engine.sampling.sampling_row import sampling_bytes
 from pdserve.engine.speculation.guesses import by_model
 from pdserve.errors import ConfigError
 from pdserve.machine.memory import MIB, available_memory
 from pdserve.models.checkpoint.decoder_config import DecoderConfig, FallbackConfig, FamilyConfig
-from pdserve.models.checkpoint.weight_form import model_size_of, parameters, weight_bytes
+from pdserve.models.checkpoint.weight_form import gpu_weight_bytes, model_size_of, weight_bytes
 from pdserve.models.latent_plan import expanded_bytes
 from pdserve.models.layer_groups import GroupSize, Load, group_blocks
 from pdserve.models.rank_cache import TORCH_DTYPES
@@ -49,7 +49,8 @@ from pdserve_kernels.feed_forward import Activation
 log = logging.getLogger(__name__)
 
 LIBRARY_BYTES = 2**30
-"""What libraries, compiled kernels and the nodes of recorded steps take, and what torch's allocator cannot use."""
+"""What libraries, compiled kernels, nodes of recorded steps and the numbers of a packed weight take that are written
+down for a product, and what torch's allocator cannot use."""
 
 SCORING_BYTES_PER_LOGIT = 32
 """What is computed of logits of a prompt's tokens takes at most this."""
@@ -192,7 +193,7 @@ def _routing_bytes(recipe: FeedForwardRecipe) -> int:
 
 
 def cache_bytes(
-    cache: CacheConfig, ranks: int, device: torch.device, model: Path, dtype: torch.dtype, workspace: int
+    cache: CacheConfig, ranks: int, device: torch.device, folder: Path, model: ModelConfig, workspace: int
 ) -> int:
     """Returns the bytes of the cache of one of the ``ranks``. It needs ``workspace`` for computing on a GPU.
 
@@ -205,7 +206,7 @@ def cache_bytes(
     if device.type != "cuda":
         raise ConfigError(GPU_ONLY)
     free, total = torch.cuda.mem_get_info(device)
-    weights = parameters(model) * dtype.itemsize // ranks
+    weights = gpu_weight_bytes(folder, model) // ranks
     return gpu_cache_bytes(share, total, free, weights, workspace)
 
 
@@ -219,7 +220,7 @@ def block_counts(
     dtype, scheduler = TORCH_DTYPES[config.model.dtype], config.scheduler
     of_tokens = sum(group.block_bytes for group in groups if group.keep is not Keep.LATEST)
     workspace = workspace_bytes(decoder, scheduler, dtype, ranks, of_tokens)
-    nbytes = cache_bytes(config.cache, ranks, device, Path(config.model_dir), dtype, workspace)
+    nbytes = cache_bytes(config.cache, ranks, device, Path(config.model_dir), config.model, workspace)
     asked = config.model.max_model_len
     context = asked or decoder.max_positions
     load = Load(scheduler.max_num_seqs, scheduler.max_num_batched_tokens, context, asked)
@@ -286,7 +287,7 @@ def _for_gpu(
 ) -> EngineConfig:
     share = gpu_share(config.cache)
     free, total = torch.cuda.mem_get_info(device)
-    weights = weight_bytes(Path(config.model_dir), config.model, config.cpu.kernels, in_blocks=False) // ranks
+    weights = gpu_weight_bytes(Path(config.model_dir), config.model) // ranks
     given = config.cache.kv_cache_mib * MIB // ranks
     of_tokens = sum(group.block_bytes for group in groups if group.keep is not Keep.LATEST)
     of_states = sum(group.block_bytes for group in groups if group.keep is Keep.LATEST)

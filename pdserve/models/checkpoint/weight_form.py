@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from pdserve.config import CpuKernels, Dtype, KvCacheDtype, ModelConfig, Weights
@@ -19,6 +19,20 @@ from pdserve.models.sizes import ModelSize
 from pdserve.wire.cache_groups import Keep
 
 ITEM_BYTES = {Dtype.BF16: 2, Dtype.FP32: 4}
+GPU_BITS: Mapping[int, float] = {
+    2: 4.5,
+    3: 5.0,
+    6: 5.5,
+    7: 6.0,
+    8: 8.5,
+    12: 4.625,
+    13: 5.625,
+    14: 6.5625,
+    20: 4.5,
+    23: 4.3125,
+    39: 4.25,
+}
+"""The bits of a number that stays packed on a GPU, with its part of the scales, by the number of its GGUF format."""
 
 
 def cache_item_bytes(dtype: Dtype, kv_dtype: KvCacheDtype) -> int:
@@ -65,20 +79,36 @@ def model_size_of(weights: int, groups: Sequence[GroupSize], block_size: int, po
     )
 
 
-def weight_bytes(path: Path, model: ModelConfig, kernels: CpuKernels, *, in_blocks: bool = True) -> int:
-    """Returns the bytes of the weights in memory. Raises ModelError if the files cannot be read.
+def weight_bytes(path: Path, model: ModelConfig, kernels: CpuKernels) -> int:
+    """Returns the bytes of the weights in memory on a CPU. Raises ModelError if the files cannot be read.
 
-    Quantised weights stay in blocks, or become blocks, where a CPU computes ``in_blocks``, and are widened elsewhere.
+    Quantised weights stay in blocks, or become blocks, where the settings allow it, and are widened elsewhere.
     """
-    stays = (
-        in_blocks and model.weights is Weights.AUTO and model.dtype is Dtype.BF16 and kernels is not CpuKernels.TORCH
-    )
-    if not stays:
+    if not _stay_in_blocks(model) or kernels is CpuKernels.TORCH:
         return parameters(path) * ITEM_BYTES[model.dtype]
     if is_gguf(path):
         return sum(part.stat().st_size for part in read_gguf(path).parts)
     plain, quantised = _tensors(path)
     return int(plain * ITEM_BYTES[model.dtype] + sum(math.prod(each.shape) * each.held_bits / 8 for each in quantised))
+
+
+def gpu_weight_bytes(path: Path, model: ModelConfig) -> int:
+    """Returns the bytes of the weights in memory on a GPU. Raises ModelError if the files cannot be read."""
+    if not _stay_in_blocks(model):
+        return parameters(path) * ITEM_BYTES[model.dtype]
+    wide = 8.0 * ITEM_BYTES[model.dtype]
+    if not is_gguf(path):
+        plain, quantised = _tensors(path)
+        return int((plain * wide + sum(math.prod(each.shape) * each.held_bits for each in quantised)) / 8)
+    bits = 0.0
+    for tensor in read_gguf(path).tensors.values():
+        packed = GPU_BITS.get(tensor.kind, wide) if len(tensor.shape) > 1 else wide
+        bits += math.prod(tensor.shape) * packed
+    return int(bits / 8)
+
+
+def _stay_in_blocks(model: ModelConfig) -> bool:
+    return model.weights is Weights.AUTO and model.dtype is Dtype.BF16
 
 
 def parameters(path: Path) -> int:
@@ -113,5 +143,5 @@ def _becomes_words(folder: Path, model: ModelConfig) -> str:
     if model.weights is not Weights.AUTO or model.dtype is not Dtype.BF16:
         return f"widened to {model.dtype.value}"
     _, quantised = _tensors(folder)
-    names = sorted({FORMS[each.form].cpu or model.dtype.value for each in quantised})
-    return f"in {', '.join(names)} on a CPU"
+    names = sorted({FORMS[each.form].blocks or model.dtype.value for each in quantised})
+    return f"in {', '.join(names)}"

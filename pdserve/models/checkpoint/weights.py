@@ -189,8 +189,9 @@ class Checkpoint:
     def take_blocks(
         self, name: str, shape: tuple[int, int], rows: Rows = ALL, columns: Columns = ALL, *, transposed: bool = False
     ) -> BlockWeight | None:
-        """Returns a tensor, or a part of it, as blocks. ``transposed`` says that it is stored as ``[in, out]``.
+        """Returns a tensor, or a part of it, as blocks on the device of this checkpoint.
 
+        ``transposed`` says that it is stored as ``[in, out]``.
         Returns None if it is not there or that part does not consist of blocks; it may then be taken as ``take`` does.
         Raises ModelError if it has another shape.
         """
@@ -205,11 +206,11 @@ class Checkpoint:
             part = self._files.read_blocks(stored, span, width, turned=transposed)
             if part is None:
                 return None
-            found.append(part)
+            found.append(replace(part, blocks=part.blocks.to(self.device)))
         del self._left[name]
         self._reading.add(self._files.nbytes(stored) * _part_of(shape, rows, columns) // math.prod(shape))
         blocks = _picked(_joined_by([part.blocks for part in found], len(widths)), rows)
-        return replace(found[0], blocks=blocks, key=_key(stored, rows, columns))
+        return replace(found[0], blocks=blocks, key=_key(stored, rows, columns), dtype=self.dtype)
 
     def leave(self, name: str, shape: tuple[int, ...], *, transposed: bool = False) -> None:
         """Leaves a tensor, of which another rank reads all, unread. It is checked as ``take`` does."""

@@ -124,7 +124,8 @@ def _stacked(weights: Sequence[UnreadWeight | BlockWeight]) -> UnreadWeight | Bl
     key = " ".join(weight.key for weight in weights)
     blocks = [weight for weight in weights if isinstance(weight, BlockWeight)]
     if blocks:
-        return BlockWeight(blocks[0].format, torch.cat([weight.blocks for weight in blocks]), key)
+        stacked = torch.cat([weight.blocks for weight in blocks])
+        return BlockWeight(blocks[0].format, stacked, key, blocks[0].dtype)
     unread = [weight for weight in weights if isinstance(weight, UnreadWeight)]
     shape = (sum(weight.shape[0] for weight in unread), unread[0].shape[1])
     return UnreadWeight(key, shape, unread[0].dtype, lambda: torch.cat([weight.read() for weight in unread]))

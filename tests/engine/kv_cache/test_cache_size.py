@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pdserve.config import CacheConfig
+from pdserve.config import CacheConfig, ModelConfig
 from pdserve.engine.kv_cache.cache_size import cache_bytes, context_length, gpu_cache_bytes
 from pdserve.errors import ConfigError
 from pdserve.machine.memory import MIB
@@ -20,12 +20,12 @@ CPU = torch.device("cpu")
 
 def test_ranks_share_the_memory_that_is_given() -> None:
     cache = CacheConfig(kv_cache_mib=64)
-    assert cache_bytes(cache, 2, CPU, Path(), torch.bfloat16, GIB) == 32 * MIB
+    assert cache_bytes(cache, 2, CPU, Path(), ModelConfig(), GIB) == 32 * MIB
 
 
 def test_a_share_of_a_gpu_is_not_for_a_cpu() -> None:
     with pytest.raises(ConfigError, match=r"--gpu-memory-utilization is for GPUs, .* --kv-cache-mib"):
-        cache_bytes(CacheConfig(gpu_memory_utilization=0.9), 1, CPU, Path(), torch.bfloat16, GIB)
+        cache_bytes(CacheConfig(gpu_memory_utilization=0.9), 1, CPU, Path(), ModelConfig(), GIB)
 
 
 def test_the_cache_takes_what_weights_and_others_leave() -> None:

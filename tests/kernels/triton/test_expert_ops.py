@@ -10,9 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdserve_kernels import reference
-from pdserve_kernels.contract import ExpertsForm, ExpertWeights, UnreadWeight
+from pdserve_kernels.contract import BlockFormat, BlockWeight, ExpertsForm, ExpertWeights, UnreadWeight
 from pdserve_kernels.feed_forward import Activation, GroupScore, Routing, Scoring
+from pdserve_kernels.triton.block_packing import PACKED_FORMS
 from pdserve_kernels.triton.expert_ops import TritonExperts, route, sort_rows
+from tests.kernels.random_blocks import HALVES, dequantised, random_blocks
 from tests.kernels.triton.device import DEVICE, PRODUCT_DTYPES, SEEDS, assert_near, examples
 
 FORM = ExpertsForm(6, 70, 50, torch.float32, Routing(3, normalised=True), Activation.SILU, gated=True)
@@ -141,3 +143,46 @@ def test_a_rank_has_some_of_the_experts(some: range) -> None:
 def test_tiles_of_other_sizes(rows: int) -> None:
     torch.manual_seed(4)
     check(replace(FORM, count=2, hidden=130, channels=66, routing=Routing(2)), rows, biased=False, beside=False)
+
+
+def in_blocks(kind: BlockFormat, outputs: int, inputs: int, seed: int) -> tuple[BlockWeight, torch.Tensor]:
+    """Returns a weight in blocks whose numbers are about as large as others', and these numbers."""
+    made = random_blocks(kind, outputs, inputs, seed)
+    blocks = made.blocks.view(outputs, -1, kind.block_bytes)
+    for at in HALVES[kind]:
+        blocks[..., at : at + 2] = torch.tensor([0.01], dtype=torch.float16).view(torch.uint8)
+    if kind is BlockFormat.MXFP4:
+        blocks[..., 0] = 124
+    numbers = dequantised(made)
+    return replace(made, blocks=made.blocks.to(DEVICE)), numbers
+
+
+MIXED = [(BlockFormat.Q4_1,) * 3, (BlockFormat.MXFP4,) * 3, (BlockFormat.Q8_0, BlockFormat.Q8_0, BlockFormat.Q5_0)]
+
+
+@pytest.mark.parametrize("last", [None, BlockFormat.Q4_0, "numbers"], ids=["alike", "other blocks", "numbers"])
+@pytest.mark.parametrize("kinds", MIXED, ids=["offsets", "exponents", "other for down"])
+def test_weights_that_stay_packed(kinds: tuple[BlockFormat, ...], last: BlockFormat | str | None) -> None:
+    """If the last expert's weights come in another form, those of all become numbers."""
+    torch.manual_seed(5)
+    form = replace(FORM, count=4, hidden=96, channels=64, routing=Routing(2), weighs_inputs=kinds[0].name == "Q4_1")
+    weights, dense = [], []
+    for number in range(form.count):
+        shapes = ((form.channels, form.hidden),) * 2 + ((form.hidden, form.channels),)
+        found, wide = [], []
+        for place, (kind, shape) in enumerate(zip(kinds, shapes, strict=True)):
+            own = last if last is not None and number == form.count - 1 else kind
+            blocks, numbers = in_blocks(own if isinstance(own, BlockFormat) else kind, *shape, 3 * number + place)
+            found.append(unread(numbers) if own == "numbers" else blocks)
+            wide.append(numbers)
+        biases = torch.randn(2 * form.channels), torch.randn(form.hidden)
+        weights.append(ExpertWeights((found[0], found[1]), found[2], *map(on_device, biases)))
+        dense.append((torch.cat(wide[:2]), wide[2], *biases))
+    experts = TritonExperts(form, weights)
+    sizes = [outer * inner for outer, inner in shapes]
+    packed_bytes = sum(PACKED_FORMS[kind].nbytes(*shape) for kind, shape in zip(kinds, shapes, strict=True))
+    assert experts.nbytes == form.count * (packed_bytes if last is None else 4 * sum(sizes))
+    for rows in (3, 40) if last is None else (3,):
+        x, logits = torch.randn(rows, form.hidden), torch.randn(rows, form.count)
+        wanted = reference.experts(x, logits, form, dense, None)
+        assert_near(experts(x.to(DEVICE), logits.to(DEVICE)) / 10, wanted / 10, 20)

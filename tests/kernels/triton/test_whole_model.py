@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+from gguf import GGMLQuantizationType
 
 from pdserve.config import Dtype
 from pdserve.models.checkpoint.config_reading import read_decoder_config
@@ -15,12 +18,16 @@ from pdserve.models.runner import CudaGraphs, DraftRow, ModelRunner, StepRow
 from pdserve_kernels.cpu.torch_kernels import TorchKernels
 from pdserve_kernels.triton.triton_kernels import TritonKernels
 from tests.kernels.triton.device import DEVICE
+from tests.models.converted_gguf import save_converted
 from tests.models.grouped_runner import GroupedRunner
+from tests.models.quantisers import quantised_folders
 from tests.models.rerun_graph import RerunGraphs
 from tests.models.tiny_drafting import save_tiny_drafting
 from tests.models.tiny_families import CASES, save_tiny
 from tests.tiny_models import VOCAB_SIZE, save_tiny_model
 
+IN_BLOCKS: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
+IN_BLOCKS |= {"num_key_value_heads": 2, "head_dim": 16}
 BLOCK_SIZE, NUM_BLOCKS, MAX_MODEL_LEN = 4, 64, 128
 KERNELS = TritonKernels(processors=4)
 
@@ -40,6 +47,36 @@ def check(rows: list[StepRow], runner: ModelRunner, peer: ModelRunner) -> None:
     assert got.device.type == DEVICE.type
     torch.testing.assert_close(got.cpu(), wanted, rtol=1e-4, atol=1e-3)
     torch.testing.assert_close(runner.kv_cache.cpu(), peer.kv_cache, rtol=1e-4, atol=1e-4)
+
+
+def packed_experts(folder: Path) -> Path:
+    shape = IN_BLOCKS | {"moe_intermediate_size": 32, "mlp_only_layers": [], "num_hidden_layers": 1}
+    made = save_tiny_model("qwen3-moe", folder / "made", **shape)
+    return save_converted(made, folder / "tiny.gguf", "qwen3moe", quantized=GGMLQuantizationType.Q5_0)
+
+
+def packed_products(folder: Path) -> Path:
+    made = save_tiny_model("llama", folder / "made", **IN_BLOCKS, num_hidden_layers=1)
+    return quantised_folders(made, "gptq", folder)[0]
+
+
+@pytest.mark.parametrize(("save_quantised", "plain"), [(packed_experts, (8, 64)), (packed_products, (VOCAB_SIZE, 64))])
+def test_quantised_weights_stay_packed(
+    save_quantised: Callable[[Path], Path], plain: tuple[int, int], tmp_path: Path
+) -> None:
+    """In fp32, in which an engine would widen them, their numbers are exactly those that the file means.
+
+    ``plain`` is the shape of what is not packed: a router, or the head of a folder.
+    """
+    path, (_, prompt, _), (_, table, _) = save_quantised(tmp_path), *prompts_and_tables()
+    shape = (path, read_decoder_config(path), Dtype.FP32, BLOCK_SIZE, NUM_BLOCKS, MAX_MODEL_LEN)
+    with patch.object(KERNELS, "linear", side_effect=KERNELS.linear) as linear:
+        runner = GroupedRunner(*shape, KERNELS, device=DEVICE, block_kernels=KERNELS)
+    assert {tuple(call.args[0].shape) for call in linear.call_args_list} == {plain}
+    peer = GroupedRunner(*shape, TorchKernels())
+    check([StepRow(prompt[:4], 0, table, True)], runner, peer)
+    runner.capture_decode(KERNELS, 1, CudaGraphs() if DEVICE.type == "cuda" else RerunGraphs())
+    check([StepRow(prompt[4:], 4, table, True)], runner, peer)
 
 
 def prompts_and_tables() -> tuple[list[list[int]], list[list[int]]]:

@@ -48,7 +48,7 @@ def read_blocks(tensor: QuantisedTensor, load: Load, rows: slice, columns: slice
     Returns None if they are not whole blocks, or have no blocks that are near enough. Raises ModelError as
     ``read_plain`` does.
     """
-    name = FORMS[tensor.form].cpu
+    name = FORMS[tensor.form].blocks
     first, end, _ = columns.indices(tensor.shape[1])
     count = len(range(*rows.indices(tensor.shape[0])))
     if not name or first % BLOCK_INPUTS or end % BLOCK_INPUTS or end <= first or not count:

@@ -82,7 +82,7 @@ class SafetensorsFiles:
 
     def block_formats(self) -> dict[str, BlockFormat]:
         """Returns the format of each weight that ``read_blocks`` reads as a whole, if that is near enough."""
-        found = {name: FORMS[tensor.form].cpu for name, tensor in self._quantised.items()}
+        found = {name: FORMS[tensor.form].blocks for name, tensor in self._quantised.items()}
         return {name: BlockFormat[blocks] for name, blocks in found.items() if blocks}
 
     def check_formats(self) -> None:

@@ -44,8 +44,8 @@ class Form(enum.Enum):
 class Becomes:
     """What a form becomes in memory."""
 
-    cpu: str
-    """The name of the blocks (``BlockFormat``) that a CPU with compiled kernels computes from; empty if none."""
+    blocks: str
+    """The name of the blocks (``BlockFormat``) from which products are computed; empty if none."""
     bits: float
     """The bits of a number in these blocks, with its part of the scales; 16 without blocks."""
     why: str
@@ -64,7 +64,7 @@ FORMS: Mapping[Form, Becomes] = {
     Form.NVFP4: Becomes("Q8_0", 8.5, _ROUNDED.format(own="9%")),
     Form.MXFP4: Becomes("MXFP4", 4.25, "the same numbers"),
 }
-"""What becomes of each form where a CPU computes in blocks. Everywhere else, all are dequantised while they load."""
+"""What becomes of each form where products are computed from blocks. Elsewhere, all are dequantised while they load."""
 
 
 METHODS: Mapping[str, tuple[str, str]] = {
