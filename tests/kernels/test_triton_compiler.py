@@ -19,10 +19,20 @@ from triton.compiler.compiler import make_backend
 from triton.runtime.errors import OutOfResources
 from triton.runtime.jit import JITFunction
 
-from pdserve_kernels.contract import AttentionRow, ExpertsForm, ExpertWeights, HeadNorms, UnreadWeight
+from pdserve_kernels.contract import (
+    AttentionRow,
+    BlockFormat,
+    BlockWeight,
+    ExpertsForm,
+    ExpertWeights,
+    HeadNorms,
+    UnreadWeight,
+)
 from pdserve_kernels.feed_forward import Activation, Routing, Scoring
 from pdserve_kernels.kv_layout import KvLayout
 from pdserve_kernels.triton import paged_attention
+from pdserve_kernels.triton.block_ops import TritonBlockLinear
+from pdserve_kernels.triton.block_packing import PACKED_FORMS
 from pdserve_kernels.triton.cache_ops import gather_blocks, scatter_blocks
 from pdserve_kernels.triton.triton_kernels import TritonKernels
 
@@ -32,11 +42,16 @@ SHARED_MEMORY = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 """The KiB of shared memory that one program may have, by the GPU's compute capability (CUDA's programming guide)."""
 HOPPER = 90
 PROCESSORS = 132
+OFTEN = (BlockFormat.Q4_1, BlockFormat.Q6_K)
+"""The formats of weights that are compiled in every run: with offsets, and with two levels of scales."""
 
 POINTERS = {
     torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
     torch.float32: "*fp32",
     torch.int32: "*i32",
+    torch.int8: "*i8",
+    torch.uint8: "*u8",
 }
 SCALARS = {int: "i32", float: "fp32"}
 
@@ -87,6 +102,8 @@ class Launch:
                 aligned[(at,)] = [["tt.divisibility", 16]]
             else:
                 signature[name] = SCALARS[type(value)]
+                if isinstance(value, int) and value % 16 == 0:
+                    aligned[(at,)] = [["tt.divisibility", 16]]
         return ASTSource(fn=self.kernel, signature=signature, constexprs=self.constants, attrs=aligned)
 
 
@@ -265,11 +282,14 @@ def test_programs_fit_the_shared_memory_of_each_kind_of_gpu(
     assert len(needs) == 8
 
 
-def launch_experts(form: ExpertsForm, rows: int, *, biased: bool) -> None:
+def launch_experts(form: ExpertsForm, rows: int, *, biased: bool, kind: BlockFormat | None = None) -> None:
     """Launches what a step does with experts. No numbers of these tensors can be read, so nothing waits for them."""
     meta = torch.device("meta")
 
-    def weight(outer: int, inner: int) -> UnreadWeight:
+    def weight(outer: int, inner: int) -> UnreadWeight | BlockWeight:
+        if kind is not None:
+            row = inner // kind.elements * kind.block_bytes
+            return BlockWeight(kind, torch.empty(outer, row, dtype=torch.uint8, device=meta))
         made = torch.empty(outer, inner, dtype=form.dtype, device=meta)
         return UnreadWeight("", (outer, inner), form.dtype, lambda: made)
 
@@ -317,6 +337,23 @@ def test_experts(launches: list[Launch], form: ExpertsForm, rows: int, biased: b
 
 
 @pytest.mark.parametrize(
+    ("form", "rows", "kind"),
+    [
+        (GPT_OSS, 64, BlockFormat.MXFP4),
+        pytest.param(MOE_30B, 1, BlockFormat.Q4_K, marks=pytest.mark.nightly),
+        pytest.param(DEEPSEEK, 4096, BlockFormat.Q8_0, marks=pytest.mark.nightly),
+    ],
+    ids=["gpt-oss", "Qwen3 30B", "DeepSeek-V3"],
+)
+def test_experts_that_stay_packed(launches: list[Launch], form: ExpertsForm, rows: int, kind: BlockFormat) -> None:
+    launch_experts(form, rows, biased=form is GPT_OSS, kind=kind)
+    built = check(launches)
+    for name in ("_packed_inner_kernel", "_packed_outer_kernel"):
+        assert "mma" in built[name].asm["ptx"]
+        assert "cp.async" in built[name].asm["ptx"]
+
+
+@pytest.mark.parametrize(
     ("capability", "dtype"),
     [
         pytest.param(80, torch.bfloat16, marks=pytest.mark.nightly),
@@ -343,6 +380,64 @@ def test_experts_fit_the_shared_memory_of_each_kind_of_gpu(
     monkeypatch.setattr(paged_attention, "_fitting", {})
     launch_experts(replace(MOE_30B, dtype=dtype), 4096, biased=False)
     assert {"_inner_kernel", "_outer_kernel"} <= fitting
+    if dtype is torch.bfloat16:
+        launch_experts(MOE_30B, 4096, biased=False, kind=BlockFormat.Q4_0)
+        assert {"_packed_inner_kernel", "_packed_outer_kernel"} <= fitting
+
+
+def block_linear(kind: BlockFormat, outputs: int = 4096, inputs: int = 4096) -> TritonBlockLinear:
+    """Returns a product whose weight has no memory."""
+    row = inputs // kind.elements * kind.block_bytes
+    blocks = torch.empty(outputs, row, dtype=torch.uint8, device="meta")
+    return TritonKernels(PROCESSORS).block_linear(BlockWeight(kind, blocks))
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, id=kind.name, marks=() if kind in OFTEN else (pytest.mark.nightly,))
+        for kind in sorted(PACKED_FORMS)
+    ],
+)
+def test_products_with_packed_weights(launches: list[Launch], kind: BlockFormat) -> None:
+    linear = block_linear(kind)
+    linear(torch.empty(1, 4096, dtype=torch.bfloat16, device="meta"))
+    linear.rows(torch.empty(3, dtype=torch.int32, device="meta"))
+    built = check(launches)
+    assert built.keys() == {"_block_product_kernel", "_sum_parts_kernel", "_widen_kernel"}
+    product = built["_block_product_kernel"].asm["ptx"]
+    assert "mma" in product
+    assert "cp.async" in product
+
+
+@pytest.mark.parametrize(
+    ("capability", "kind"),
+    [
+        (80, BlockFormat.Q6_K),
+        pytest.param(86, BlockFormat.Q5_K, marks=pytest.mark.nightly),
+        pytest.param(89, BlockFormat.Q4_K, marks=pytest.mark.nightly),
+        pytest.param(90, BlockFormat.Q5_K, marks=pytest.mark.nightly),
+        (100, BlockFormat.Q4_1),
+        pytest.param(120, BlockFormat.Q8_0, marks=pytest.mark.nightly),
+    ],
+)
+def test_packed_products_fit_the_shared_memory_of_each_kind_of_gpu(
+    monkeypatch: pytest.MonkeyPatch, capability: int, kind: BlockFormat
+) -> None:
+    limit, fitting = SHARED_MEMORY[capability] * 1024, set[str]()
+
+    def launch(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        needed = Launch(self, dict(zip(self.arg_names, args, strict=True)), options).shared_memory(capability)
+        if needed > limit:
+            raise OutOfResources(needed, limit, "shared memory")
+        fitting.add(self.__name__)
+
+    monkeypatch.setattr(JITFunction, "run", launch)
+    monkeypatch.setattr(paged_attention, "_fitting", {})
+    linear = block_linear(kind)
+    for rows in (1, 200):
+        linear(torch.empty(rows, 4096, dtype=torch.bfloat16, device="meta"))
+    assert fitting == {"_block_product_kernel", "_sum_parts_kernel"}
 
 
 def test_a_launch_that_fits_nowhere_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
