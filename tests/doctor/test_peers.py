@@ -79,7 +79,7 @@ def test_every_field_that_differs_is_named_with_both_values() -> None:
         "the handshake is refused for fingerprint",
     ]
     assert [finding.advice for finding in found][1:] == [
-        "give both the same --dtype",
+        "give both the same --dtype and --kv-cache-dtype",
         "give both the same --block-size",
         "see above",
     ]

@@ -1,0 +1,110 @@
+"""Clusters whose KV cache is in FP8: the tokens are those of one engine that computes alone, whatever moved where."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pdserve.config import Dtype, KvCacheDtype
+from pdserve.models.checkpoint.config_reading import read_decoder_config
+from pdserve.settings import cache_folder
+from pdserve_kernels.cpu.compiled_kernels import CompiledKernels
+from pdserve_kvtransfer.pieces import head_map
+from tests.cluster import test_tensor_parallel as ranked
+from tests.cluster.nodes import Cluster, cluster
+from tests.cluster.test_group_return import FEW, MANY, Stream
+from tests.cluster.test_tensor_parallel import KV_HEADS, NEW_TOKENS, NOT_MAPPED, PROMPTS, STAGED, Pair, clusters
+from tests.eventually import eventually
+from tests.faults.test_node_death import kill
+from tests.models.greedy import greedy_tokens
+from tests.models.grouped_runner import GroupedRunner
+from tests.models.tiny_families import save_tiny_chat_family
+from tests.tiny_models import random_prompt, save_tiny_chat_model
+
+FP8 = ("--kv-cache-dtype", "fp8")
+WINDOWED = "ministral"
+
+
+def alone(model: Path, prompt: list[int], count: int, dtype: Dtype = Dtype.FP32) -> list[int]:
+    """Returns the greedy tokens of one runner, which takes the prompt in one chunk."""
+    kernels, config = CompiledKernels(cache_folder(os.environ)), read_decoder_config(model)
+    blocks = -(-(len(prompt) + count) // 16)
+    runner = GroupedRunner(model, config, dtype, 16, blocks, 16 * blocks, kernels, kv_dtype=KvCacheDtype.FP8)
+    return greedy_tokens(runner, prompt, count, len(prompt))
+
+
+@pytest.fixture(scope="module")
+def model(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    heads = {"num_attention_heads": ranked.HEADS, "num_key_value_heads": KV_HEADS}
+    return save_tiny_chat_model(demo_model, tmp_path_factory.mktemp("tiny"), **heads)
+
+
+def pair(sources: int, targets: int, *flags: str) -> Pair:
+    return (sources, (*FP8, *flags)), (targets, FP8)
+
+
+PAIRS = {
+    "one rank each": pair(1, 1),
+    "two ranks each": pair(2, 2),
+    "two ranks send to one": pair(2, 1),
+    "one rank sends to two": pair(1, 2),
+    "over UCX": pair(1, 2, *NOT_MAPPED),
+    "through host memory": ((2, (*FP8, *STAGED)), (2, (*FP8, *STAGED))),
+}
+
+
+@pytest.fixture(scope="module")
+def wanted(model: Path) -> list[list[int]]:
+    return [alone(model, prompt, NEW_TOKENS) for prompt in PROMPTS]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", PAIRS)
+def test_any_ranks_give_the_tokens_of_one_engine(model: Path, wanted: list[list[int]], name: str) -> None:
+    asked = PAIRS[name]
+    (sources, flags), (targets, _) = asked
+    mapped = not {*NOT_MAPPED, *STAGED} & {*flags}
+    with clusters(model, [asked]) as made:
+        ranked.check(made[asked], wanted, len(set(head_map(KV_HEADS, sources, targets))) if mapped else 0)
+        (decode,) = made[asked].decode
+        config = read_decoder_config(model)
+        # A prompt's last token is computed at the decode node, with all of its blocks there.
+        rows = 2 * config.num_layers * config.kv_heads * sum(-(-len(prompt) // 16) * 16 for prompt in PROMPTS)
+        assert decode.metric("kv_transfer_bytes_total", direction="received") == rows * (config.head_dim + 1)
+
+
+@pytest.fixture(scope="module", params=["llama", WINDOWED])
+def lasting(
+    request: pytest.FixtureRequest, slow_tiny_model: Path, demo_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Cluster, Path]]:
+    """Yields clusters whose answers last long enough for one of two decode nodes to be lost."""
+    model = slow_tiny_model
+    if request.param == WINDOWED:
+        folder = tmp_path_factory.mktemp(WINDOWED)
+        model = save_tiny_chat_family(demo_model, WINDOWED, folder, max_position_embeddings=2048)
+    with cluster(model, "--dtype", "bf16", "--kv-cache-mib", "64", *FP8, decode=2) as running:
+        yield running, model
+
+
+@pytest.mark.timeout(600)
+def test_an_answer_goes_on_at_another_node_with_the_same_tokens(lasting: tuple[Cluster, Path]) -> None:
+    running, model = lasting
+    prompt = random_prompt(70, seed=1)
+    whole = alone(model, prompt, MANY, Dtype.BF16)
+    (prefill,) = running.prefill
+    before = prefill.metric("kv_blocks_returned_total")
+    stream = Stream(running, "broken", prompt)
+    assert stream.read(FEW) == whole[: len(stream.read(FEW))]
+    eventually(lambda: prefill.metric("kv_blocks_returned_total") > before, "a part of the answer came back")
+    kill(stream.node())
+    assert stream.read(MANY) == whole
+    assert "request_id=broken resumed" in running.proxy.output
+    # The next turn finds what came back.
+    turn = [*prompt, *whole, *random_prompt(20, seed=2)]
+    found = prefill.metric("prefix_cache_hits_total")
+    second = [running.complete(turn, 8, ignore_eos=True) for _ in range(2)]
+    assert second == [second[0]] * 2
+    assert prefill.metric("prefix_cache_hits_total") > found
