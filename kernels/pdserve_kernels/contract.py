@@ -89,7 +89,7 @@ def check_states(states: torch.Tensor, shape: tuple[int, ...]) -> None:
 
 
 class BlockFormat(enum.IntEnum):
-    """A number format of weights in blocks, by the number that GGUF files give it.
+    """A number format of weights in blocks, by the number that GGUF files give it, or a higher one if they have none.
 
     A block is a few numbers of 4 to 8 bits and what they are multiplied by: ``elements`` values in ``block_bytes``.
     """
@@ -105,6 +105,14 @@ class BlockFormat(enum.IntEnum):
     IQ4_NL = 20
     IQ4_XS = 23
     MXFP4 = 39
+    FP8 = 1000
+    """An fp32 scale for 128 numbers in e4m3, of which none is NaN."""
+    FP8_SHORT = 1001
+    """As ``FP8``, with a scale for 32 numbers."""
+    NVFP4 = 1002
+    """An fp32 factor, which all blocks of a row have alike, two scales in e4m3, and 32 numbers in e2m1."""
+    Q8_OFFSET = 1003
+    """An fp32 scale, an fp32 offset, and 32 bytes."""
 
     @property
     def elements(self) -> int:
@@ -115,7 +123,8 @@ class BlockFormat(enum.IntEnum):
         return _BLOCKS[self][1]
 
 
-BLOCK_FORMATS = frozenset(BlockFormat)
+BLOCK_FORMATS = frozenset(kind for kind in BlockFormat if kind < BlockFormat.FP8)
+"""The formats that GGUF files have. Others are made when a folder is read, for a GPU alone."""
 
 _BLOCKS = {
     BlockFormat.Q4_0: (32, 18),
@@ -129,6 +138,10 @@ _BLOCKS = {
     BlockFormat.IQ4_NL: (32, 18),
     BlockFormat.IQ4_XS: (256, 136),
     BlockFormat.MXFP4: (32, 17),
+    BlockFormat.FP8: (128, 132),
+    BlockFormat.FP8_SHORT: (32, 36),
+    BlockFormat.NVFP4: (32, 22),
+    BlockFormat.Q8_OFFSET: (32, 40),
 }
 """The elements and the bytes of a block."""
 
@@ -383,6 +396,10 @@ class Kernels(Protocol):
 
 class BlockKernels(Protocol):
     """Multiplies from weights in blocks, or packed, so that hardly more bytes are read than the file has."""
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether it multiplies all formats, and not only those of GGUF files."""
 
     def block_linear(self, weight: BlockWeight, bias: torch.Tensor | None = None) -> BlockLinear: ...
 

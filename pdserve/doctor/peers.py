@@ -203,7 +203,7 @@ def local_spec(model: ModelConfig, cache: CacheConfig, kernels: CpuKernels, cach
     digest = fingerprint(
         folder,
         cache_dir,
-        in_blocks=stays_in_blocks(folder, model, kernels=multiplied),
+        in_blocks=stays_in_blocks(folder, model, kernels=multiplied, on_gpu=on_gpu),
         long_contexts=decoder.turns_for_long_contexts(model.max_model_len or decoder.max_positions),
     )
     return EngineSpec(

@@ -121,7 +121,10 @@ def packed_weights(
 def kept_block_kernels(config: EngineConfig, backend: Backend) -> BlockKernels | None:
     """Returns the kernels for weights that stay in the blocks of their file, or None if none do. Raises ModelError."""
     kernels = backend.block_kernels
-    return kernels if stays_in_blocks(Path(config.model_dir), config.model, kernels=kernels is not None) else None
+    if kernels is None:
+        return None
+    stay = stays_in_blocks(Path(config.model_dir), config.model, kernels=True, on_gpu=kernels.on_gpu)
+    return kernels if stay else None
 
 
 def rank_device(config: EngineConfig, rank: int) -> torch.device:

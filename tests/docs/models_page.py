@@ -76,8 +76,8 @@ def render() -> str:
             "|---|---|---|",
             *(f"| `{method}` | {read} | {refused} |" for method, (read, refused) in METHODS.items()),
             "",
-            "| a weight's form | on a GPU or CPU | what that does | elsewhere |",
-            "|---|---|---|---|",
+            "| a weight's form | on a CPU | what that does | on a GPU | what that does |",
+            "|---|---|---|---|---|",
             *(_form(form) for form in Form),
             "",
             "## Text parts",
@@ -106,9 +106,10 @@ def _drafting() -> str:
 
 
 def _form(form: Form) -> str:
-    becomes = FORMS[form]
-    blocks = f"{becomes.blocks} blocks, {becomes.bits:g} bits" if becomes.blocks else "dequantised"
-    return f"| {form.value} | {blocks} | {becomes.why} | dequantised |"
+    cells = [form.value]
+    for becomes in (FORMS[form].cpu, FORMS[form].gpu):
+        cells += [f"{becomes.blocks} blocks, {becomes.bits:g} bits" if becomes.blocks else "dequantised", becomes.why]
+    return f"| {' | '.join(cells)} |"
 
 
 def _named(missing: str) -> str:

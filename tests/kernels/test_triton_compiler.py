@@ -42,8 +42,8 @@ SHARED_MEMORY = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 """The KiB of shared memory that one program may have, by the GPU's compute capability (CUDA's programming guide)."""
 HOPPER = 90
 PROCESSORS = 132
-OFTEN = (BlockFormat.Q4_1, BlockFormat.Q6_K)
-"""The formats of weights that are compiled in every run: with offsets, and with two levels of scales."""
+OFTEN = (BlockFormat.Q4_1, BlockFormat.Q6_K, BlockFormat.FP8)
+"""The formats of weights that are compiled in every run: with offsets, two levels of scales, and numbers of 8 bits."""
 
 POINTERS = {
     torch.bfloat16: "*bf16",

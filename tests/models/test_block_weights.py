@@ -22,7 +22,7 @@ from pdserve.models.decoder import build_decoder
 from pdserve.models.parts.projections import Building, Projection, SideBySide, column_parallel
 from pdserve.models.runner import ModelRunner, StepRow
 from pdserve.settings import cache_folder
-from pdserve_kernels.contract import BlockFormat, BlockWeight
+from pdserve_kernels.contract import BLOCK_FORMATS, BlockFormat, BlockWeight
 from pdserve_kernels.cpu.compiled_kernels import CompiledKernels
 from pdserve_kernels.triton.block_packing import PACKED_FORMS
 from tests.models.grouped_runner import GroupedRunner
@@ -187,7 +187,7 @@ def test_memory_on_a_gpu_is_that_of_what_stays_packed(tmp_path: Path) -> None:
     # As a row of 1024 inputs has it, which is a whole number of turns of each loop.
     for kind, bits in GPU_BITS.items():
         assert PACKED_FORMS[BlockFormat(kind)].nbytes(1, 1024) == 1024 * bits / 8
-    assert GPU_BITS.keys() == set(BlockFormat)
+    assert GPU_BITS.keys() == BLOCK_FORMATS
 
 
 def test_the_fingerprint_names_the_form(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 from pdserve.errors import ModelError
 from pdserve.models.checkpoint.safetensors.quantisation import FORMS, METHODS, Form, Scheme, read_quantisation
 from pdserve_kernels.contract import BlockFormat
+from pdserve_kernels.triton.block_packing import PACKED_FORMS
 from tests.models.quantisers import FORMATS
 
 
@@ -115,7 +116,10 @@ def test_patterns_of_modules(tmp_path: Path) -> None:
 
 def test_the_table_has_each_form_and_blocks_that_there_are() -> None:
     assert FORMS.keys() == set(Form)
-    for becomes in FORMS.values():
-        if becomes.blocks:
-            blocks = BlockFormat[becomes.blocks]
-            assert becomes.bits == 8 * blocks.block_bytes / blocks.elements
+    for form in FORMS.values():
+        if form.cpu.blocks:
+            blocks = BlockFormat[form.cpu.blocks]
+            assert form.cpu.bits == 8 * blocks.block_bytes / blocks.elements
+        # One fp32 factor of a row is in no number's part.
+        packed = PACKED_FORMS[BlockFormat[form.gpu.blocks]].nbytes(1, 2**20)
+        assert form.gpu.bits == pytest.approx(8 * packed / 2**20, rel=1e-4)

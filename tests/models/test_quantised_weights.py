@@ -23,8 +23,9 @@ from pdserve.models.checkpoint.weights import ALL, Checkpoint, block_formats, st
 from pdserve.models.parts.projections import Building
 from pdserve.models.runner import StepRow
 from pdserve.settings import cache_folder
-from pdserve_kernels.contract import BlockWeight
+from pdserve_kernels.contract import BLOCK_FORMATS, BlockWeight
 from pdserve_kernels.cpu.compiled_kernels import CompiledKernels
+from tests.kernels.random_blocks import dequantised
 from tests.models.greedy import small_runner
 from tests.models.grouped_runner import GroupedRunner
 from tests.models.quantisers import FORMATS, configure, quantised_folders
@@ -116,6 +117,28 @@ def test_blocks_are_as_near_as_the_table_says(each: tuple[str, Folders]) -> None
             assert (apart.reshape(len(apart), -1, 32).abs() <= LARGEST_SHIFT * least).all()
         else:
             assert apart.norm() <= MOST_ADDED * numbers.norm()
+
+
+def test_a_gpu_has_the_numbers_of_the_format(each: tuple[str, Folders]) -> None:
+    """Those that a CPU rounds to Q8_0 stay as they are, also in parts, which cut the scales of 128 numbers."""
+    _, (narrow, wide) = each
+    files, wanted = files_of(narrow), load_file(wide / "model.safetensors")
+    found = {name for name, kind in files.block_formats(on_gpu=True).items() if kind not in BLOCK_FORMATS}
+    assert stays_in_blocks(narrow, ModelConfig(), kernels=True, on_gpu=True)
+    for name in found:
+        for rows, columns in ((ALL, ALL), (slice(5, 70), slice(32, 96)), (ALL, slice(0, 128))):
+            weight, numbers = files.read_blocks(name, rows, columns, on_gpu=True), wanted[name][rows, columns]
+            assert weight is not None, name
+            assert weight.format not in BLOCK_FORMATS
+            torch.testing.assert_close(dequantised(weight), numbers, rtol=1e-6, atol=1e-7)
+
+
+def test_fp8_that_is_not_a_number_leaves_a_weight_dequantised(tiny: Path, tmp_path: Path) -> None:
+    narrow, _ = folders(tiny, tmp_path, "fp8-blocks")
+    rewrite(narrow, DOWN, lambda codes: codes.view(torch.uint8).index_fill(1, torch.tensor([3]), 255).view(codes.dtype))
+    files = files_of(narrow)
+    assert files.read_blocks(DOWN, ALL, ALL, on_gpu=True) is None
+    assert files.read_blocks(DOWN.replace("down", "up"), ALL, ALL, on_gpu=True) is not None
 
 
 def read(weight: BlockWeight) -> torch.Tensor:
@@ -217,8 +240,17 @@ def test_zeros_that_are_not_in_the_middle_are_no_symmetric_weight(tiny: Path, tm
     assert torch.equal(files.read(DOWN, ALL, ALL, torch.float32), load_file(wide / "model.safetensors")[DOWN])
 
 
-@pytest.mark.parametrize(("name", "bits", "words"), [("awq", 5.0, "awq, in Q4_1"), ("mlx-8", 16.0, "mlx, in bfloat16")])
-def test_memory_is_that_of_what_weights_become(tiny: Path, tmp_path: Path, name: str, bits: float, words: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "bits", "on_gpu", "words"),
+    [
+        ("awq", 5.0, 5.0, "awq, in Q4_1"),
+        ("mlx-8", 16.0, 10.0, "mlx, in bfloat16"),
+        ("ct-nvfp4", 8.5, 4.5, "compressed-tensors, in Q8_0"),
+    ],
+)
+def test_memory_is_that_of_what_weights_become(
+    tiny: Path, tmp_path: Path, name: str, bits: float, on_gpu: float, words: str
+) -> None:
     narrow, wide = folders(tiny, tmp_path, name)
     tensors, parts = load_file(wide / "model.safetensors"), ("_proj", "embed") if name == "mlx-8" else ("_proj",)
     quantised = {each for each in tensors if any(part in each for part in parts)}
@@ -227,11 +259,13 @@ def test_memory_is_that_of_what_weights_become(tiny: Path, tmp_path: Path, name:
     model = ModelConfig()
     assert parameters(narrow) == numbers + others
     assert weight_bytes(narrow, model, CpuKernels.AUTO) == 2 * others + numbers * bits / 8
-    assert gpu_weight_bytes(narrow, model) == 2 * others + numbers * bits / 8
+    assert gpu_weight_bytes(narrow, model) == 2 * others + numbers * on_gpu / 8
     assert gpu_weight_bytes(narrow, ModelConfig(weights=Weights.DEQUANTISE)) == 2 * (others + numbers)
     assert weight_bytes(narrow, model, CpuKernels.TORCH) == 2 * (others + numbers)
     assert weights_words(narrow, model) == words
-    assert weights_words(narrow, ModelConfig(dtype=Dtype.FP32)) == f"{name.split('-')[0]}, widened to float32"
+    assert weights_words(narrow, ModelConfig(dtype=Dtype.FP32)) == f"{words.split(',')[0]}, widened to float32"
+    if name == "ct-nvfp4":
+        assert weights_words(narrow, model, on_gpu=True) == "compressed-tensors, in NVFP4"
 
 
 def test_the_fingerprint_names_the_form(tiny: Path, tmp_path: Path) -> None:

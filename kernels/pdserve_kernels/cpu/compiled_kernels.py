@@ -154,6 +154,7 @@ class CompiledKernels:
     """
 
     rotary = staticmethod(reference.rotary)
+    on_gpu = False
 
     def __init__(self, cache_dir: Path) -> None:
         """Compiles the library below ``cache_dir`` if it is not there, in a few seconds. Raises BuildError."""

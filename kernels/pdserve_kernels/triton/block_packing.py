@@ -36,6 +36,7 @@ class Numbers(enum.IntEnum):
     E2M1 = 1
     IQ4 = 2
     """A place in the table of IQ4_NL and IQ4_XS."""
+    E4M3 = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +46,14 @@ class PackedForm:
     bits: int
     """4, 5, 6 or 8."""
     scale: torch.dtype
-    """The numbers of the scales; bytes without a wide scale are exponents of 2."""
+    """The numbers of the scales. Bytes for 16 inputs are in e4m3, and those without a wide scale exponents of 2."""
     numbers: Numbers = Numbers.LINEAR
     zero: int = 0
     group: int = 32
     """The inputs that have a scale."""
     wide: int = 0
     """The inputs that have a wide scale; 0 if there is none."""
+    wide_scale: torch.dtype = torch.float16
     offset: bool = False
 
     @property
@@ -62,11 +64,13 @@ class PackedForm:
     def nbytes(self, outputs: int, inputs: int) -> int:
         """Returns the bytes of a weight."""
         bits = -(-inputs // self.tile) * self.tile * self.bits
-        scaling = -(-inputs // self.group) * self.scale.itemsize + (-(-inputs // self.wide) * 2 if self.wide else 0)
+        scaling = inputs // self.group * self.scale.itemsize
+        if self.wide:
+            scaling += -(-inputs // self.wide) * self.wide_scale.itemsize
         return outputs * (bits // 8 + scaling * (2 if self.offset else 1))
 
 
-_HALF = torch.float16
+_HALF, _FLOAT, _ROW = torch.float16, torch.float32, 2**30
 PACKED_FORMS: Mapping[BlockFormat, PackedForm] = {
     BlockFormat.Q4_0: PackedForm(4, _HALF, zero=8),
     BlockFormat.Q4_1: PackedForm(4, _HALF, offset=True),
@@ -79,6 +83,10 @@ PACKED_FORMS: Mapping[BlockFormat, PackedForm] = {
     BlockFormat.IQ4_NL: PackedForm(4, _HALF, Numbers.IQ4),
     BlockFormat.IQ4_XS: PackedForm(4, torch.int8, Numbers.IQ4, wide=256),
     BlockFormat.MXFP4: PackedForm(4, torch.uint8, Numbers.E2M1),
+    BlockFormat.FP8: PackedForm(8, _FLOAT, Numbers.E4M3, group=128),
+    BlockFormat.FP8_SHORT: PackedForm(8, _FLOAT, Numbers.E4M3),
+    BlockFormat.NVFP4: PackedForm(4, torch.uint8, Numbers.E2M1, group=16, wide=_ROW, wide_scale=_FLOAT),
+    BlockFormat.Q8_OFFSET: PackedForm(8, _FLOAT, offset=True),
 }
 
 
@@ -129,7 +137,7 @@ def empty_packed(
         return torch.empty((*ahead, count, outputs, *more), dtype=dtype, device=device)
 
     scales = inputs // form.group
-    wides = inputs // form.wide if form.wide else 0
+    wides = -(-inputs // form.wide) if form.wide else 0
     return PackedWeight(
         form,
         outputs,
@@ -138,8 +146,8 @@ def empty_packed(
         made(turns, torch.uint8, PIECE) if form.bits in (5, 6) else None,
         made(scales, form.scale),
         made(scales, form.scale) if form.offset else None,
-        made(wides, _HALF) if wides else None,
-        made(wides, _HALF) if wides and form.offset else None,
+        made(wides, form.wide_scale) if wides else None,
+        made(wides, form.wide_scale) if wides and form.offset else None,
     )
 
 
@@ -201,6 +209,12 @@ def _codes(kind: BlockFormat, blocks: torch.Tensor) -> torch.Tensor:
             return blocks[..., 2:] ^ 128
         case BlockFormat.MXFP4:
             return _halves(blocks[..., 1:])
+        case BlockFormat.NVFP4:
+            return _halves(blocks[..., 6:])
+        case BlockFormat.FP8 | BlockFormat.FP8_SHORT:
+            return blocks[..., 4:].contiguous()
+        case BlockFormat.Q8_OFFSET:
+            return blocks[..., 8:].contiguous()
         case BlockFormat.IQ4_XS:
             return _halves(blocks[..., 8:].unflatten(-1, (8, 16))).flatten(2)
         case BlockFormat.Q4_K:
@@ -227,6 +241,12 @@ def _scaling(kind: BlockFormat, blocks: torch.Tensor) -> Scaling:
             return _half(blocks, 0), _half(blocks, 2), None, None
         case BlockFormat.MXFP4:
             return blocks[..., 0], None, None, None
+        case BlockFormat.NVFP4:
+            return blocks[..., 4:6], None, _number(blocks[:, :1], 0, _FLOAT), None
+        case BlockFormat.FP8 | BlockFormat.FP8_SHORT:
+            return _number(blocks, 0, _FLOAT), None, None, None
+        case BlockFormat.Q8_OFFSET:
+            return _number(blocks, 0, _FLOAT), _number(blocks, 4, _FLOAT), None, None
         case BlockFormat.Q6_K:
             return blocks[..., 192:208].contiguous().view(torch.int8), None, _half(blocks, 208), None
         case BlockFormat.IQ4_XS:
@@ -241,7 +261,11 @@ def _scaling(kind: BlockFormat, blocks: torch.Tensor) -> Scaling:
 
 
 def _half(blocks: torch.Tensor, at: int) -> torch.Tensor:
-    return blocks[..., at : at + 2].contiguous().view(torch.float16)
+    return _number(blocks, at, _HALF)
+
+
+def _number(blocks: torch.Tensor, at: int, dtype: torch.dtype) -> torch.Tensor:
+    return blocks[..., at : at + dtype.itemsize].contiguous().view(dtype)
 
 
 def _halves(found: torch.Tensor) -> torch.Tensor:

@@ -140,6 +140,7 @@ class TritonKernels:
     """Satisfies ``contract.GraphKernels`` and ``contract.BlockKernels``."""
 
     name = "triton"
+    on_gpu = True
     rms_norm = staticmethod(rms_norm)
     add_rms_norm = staticmethod(add_rms_norm)
     rotary = staticmethod(rotary)

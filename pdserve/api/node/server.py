@@ -330,7 +330,7 @@ class NodeServer:
     def _sizes(self, model: str, ready: Ready) -> NodeSizes:
         return NodeSizes(
             model=model,
-            format=weights_words(self.model_dir, self.config.model),
+            format=weights_words(self.model_dir, self.config.model, on_gpu=ready.compute is None),
             device=ready.device,
             kernels=ready.kernels.partition(",")[0],
             ranks=self.config.parallel.tensor_parallel_size,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import statistics
 import sys
@@ -132,8 +133,9 @@ def subject_rows(
 ) -> Iterator[Row]:
     budget_s = config.engine.seconds
     _say(f"{subject.name}: hardware")
-    in_blocks = bool(subject.formats)
-    hardware = measure(subject.device, subject.dtype, config.engine.copy_mib, budget_s, byte_products=in_blocks)
+    # A GPU takes numbers in the model's dtype out of blocks.
+    byte_products = bool(subject.formats) and subject.device.type == "cpu"
+    hardware = measure(subject.device, subject.dtype, config.engine.copy_mib, budget_s, byte_products=byte_products)
     yield hardware.row()
     products = products_of(subject.config, subject.formats)
     linears = LinearStack(products, subject.kernels, subject.dtype, subject.device, subject.block_kernels)
@@ -274,7 +276,7 @@ def _roofline_row(
     as bytes; it counts as if it were multiplied so, too.
     """
     hardware = bench.hardware
-    rate = hardware.byte_ops if bench.subject.formats else hardware.flops
+    rate = hardware.flops if math.isnan(hardware.byte_ops) else hardware.byte_ops
     by_memory, by_products = nbytes / hardware.bytes_per_s, operations / rate
     figures = (
         _ms("step", step_s),

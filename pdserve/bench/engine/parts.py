@@ -320,7 +320,7 @@ def _linears(
         return plain, kernels.linear(weight)
     assert block_kernels is not None
     row_bytes = product.inputs // product.format.elements * product.format.block_bytes
-    blocks = torch.full((product.outputs, row_bytes), _ANY_BYTE, dtype=torch.uint8)
+    blocks = torch.full((product.outputs, row_bytes), _ANY_BYTE, dtype=torch.uint8, device=device)
     return plain, block_kernels.block_linear(BlockWeight(product.format, blocks))
 
 
@@ -514,7 +514,7 @@ class ExpertStack:
         if product.format is None:
             return UnreadWeight("", shape, self._dtype, lambda: random_weight(shape, self._dtype, self._device))
         row_bytes = product.inputs // product.format.elements * product.format.block_bytes
-        blocks = torch.full((product.outputs, row_bytes), _ANY_BYTE, dtype=torch.uint8)
+        blocks = torch.full((product.outputs, row_bytes), _ANY_BYTE, dtype=torch.uint8, device=self._device)
         return BlockWeight(product.format, blocks)
 
 

@@ -185,9 +185,10 @@ def open_subject(
     if steps.longest > config.max_positions:
         raise ConfigError(f"{name} knows {config.max_positions} positions; {steps.longest} were asked for")
     backend = open_backend(choose_device(model.device), cpu_kernels)
-    in_blocks = stays_in_blocks(folder, model, kernels=backend.block_kernels is not None)
+    on_gpu = backend.device.type != "cpu"
+    in_blocks = stays_in_blocks(folder, model, kernels=backend.block_kernels is not None, on_gpu=on_gpu)
     block_kernels = backend.block_kernels if in_blocks else None
-    formats = block_formats(folder) if in_blocks else {}
+    formats = block_formats(folder, on_gpu=on_gpu) if in_blocks else {}
     runner = ModelRunner(
         folder,
         config,
@@ -207,7 +208,7 @@ def open_subject(
         return Subject(name, config, runner, backend.kernels, block_kernels=block_kernels, formats=formats)
     graphs = CudaGraphs()
     runner.capture_decode(backend.graph_kernels, steps.most_rows, graphs)
-    return Subject(name, config, runner, backend.kernels, graphs)
+    return Subject(name, config, runner, backend.kernels, graphs, block_kernels, formats)
 
 
 _PATTERN = 2**20 + 7

@@ -40,11 +40,18 @@ def cache_item_bytes(dtype: Dtype, kv_dtype: KvCacheDtype) -> int:
     return FP8_BYTES if kv_dtype is KvCacheDtype.FP8 else ITEM_BYTES[dtype]
 
 
-def weights_words(path: Path, model: ModelConfig) -> str:
-    """Returns in which form a model's weights are: ``bfloat16``, or ``GGUF, Q4_K, Q6_K``, the most used form first."""
+def weights_words(path: Path, model: ModelConfig, *, on_gpu: bool = False) -> str:
+    """Returns in which form a model's weights are: ``bfloat16``, or ``GGUF, Q4_K, Q6_K``, the most used form first.
+
+    ``on_gpu`` says whether a GPU computes.
+    """
     if not is_gguf(path):
         quantisation = _quantisation(path)
-        return model.dtype.value if quantisation is None else f"{quantisation.method}, {_becomes_words(path, model)}"
+        return (
+            model.dtype.value
+            if quantisation is None
+            else f"{quantisation.method}, {_becomes_words(path, model, on_gpu=on_gpu)}"
+        )
     # The package takes a tenth of a second to load, which a folder's model does without.
     from gguf.constants import GGMLQuantizationType
 
@@ -89,7 +96,10 @@ def weight_bytes(path: Path, model: ModelConfig, kernels: CpuKernels) -> int:
     if is_gguf(path):
         return sum(part.stat().st_size for part in read_gguf(path).parts)
     plain, quantised = _tensors(path)
-    return int(plain * ITEM_BYTES[model.dtype] + sum(math.prod(each.shape) * each.held_bits / 8 for each in quantised))
+    return int(
+        plain * ITEM_BYTES[model.dtype]
+        + sum(math.prod(each.shape) * each.held_bits(on_gpu=False) / 8 for each in quantised)
+    )
 
 
 def gpu_weight_bytes(path: Path, model: ModelConfig) -> int:
@@ -99,7 +109,7 @@ def gpu_weight_bytes(path: Path, model: ModelConfig) -> int:
     wide = 8.0 * ITEM_BYTES[model.dtype]
     if not is_gguf(path):
         plain, quantised = _tensors(path)
-        return int((plain * wide + sum(math.prod(each.shape) * each.held_bits for each in quantised)) / 8)
+        return int((plain * wide + sum(math.prod(each.shape) * each.held_bits(on_gpu=True) for each in quantised)) / 8)
     bits = 0.0
     for tensor in read_gguf(path).tensors.values():
         packed = GPU_BITS.get(tensor.kind, wide) if len(tensor.shape) > 1 else wide
@@ -139,9 +149,9 @@ def _quantisation(folder: Path) -> Quantisation | None:
         return None
 
 
-def _becomes_words(folder: Path, model: ModelConfig) -> str:
+def _becomes_words(folder: Path, model: ModelConfig, *, on_gpu: bool) -> str:
     if model.weights is not Weights.AUTO or model.dtype is not Dtype.BF16:
         return f"widened to {model.dtype.value}"
     _, quantised = _tensors(folder)
-    names = sorted({FORMS[each.form].blocks or model.dtype.value for each in quantised})
+    names = sorted({FORMS[each.form].on(gpu=on_gpu).blocks or model.dtype.value for each in quantised})
     return f"in {', '.join(names)}"

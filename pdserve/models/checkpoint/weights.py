@@ -55,10 +55,13 @@ class TensorFiles(Protocol):
     def read(self, name: str, rows: slice, columns: slice, dtype: torch.dtype) -> torch.Tensor:
         """Returns a part of one of ``names()``. Raises ModelError if it cannot be read."""
 
-    def read_blocks(self, name: str, rows: slice, columns: slice, *, turned: bool = False) -> BlockWeight | None:
+    def read_blocks(
+        self, name: str, rows: slice, columns: slice, *, turned: bool = False, on_gpu: bool = False
+    ) -> BlockWeight | None:
         """Returns a part of one of ``names()`` in blocks, or None if that part does not consist of blocks.
 
         ``turned`` says that the tensor counts as ``[in, out]``. ``rows`` are those of ``[out, in]`` all the same.
+        ``on_gpu`` says that the blocks may be those that only a GPU multiplies.
         """
 
     def drop(self) -> None:
@@ -187,11 +190,18 @@ class Checkpoint:
         return UnreadWeight(_key(stored, rows, columns), found, self.dtype, read)
 
     def take_blocks(
-        self, name: str, shape: tuple[int, int], rows: Rows = ALL, columns: Columns = ALL, *, transposed: bool = False
+        self,
+        name: str,
+        shape: tuple[int, int],
+        rows: Rows = ALL,
+        columns: Columns = ALL,
+        *,
+        transposed: bool = False,
+        on_gpu: bool = False,
     ) -> BlockWeight | None:
         """Returns a tensor, or a part of it, as blocks on the device of this checkpoint.
 
-        ``transposed`` says that it is stored as ``[in, out]``.
+        ``transposed`` says that it is stored as ``[in, out]``, and ``on_gpu`` that the blocks may be a GPU's own.
         Returns None if it is not there or that part does not consist of blocks; it may then be taken as ``take`` does.
         Raises ModelError if it has another shape.
         """
@@ -203,8 +213,8 @@ class Checkpoint:
         spans, widths = _spans(rows), _widths(columns)
         found: list[BlockWeight] = []
         for span, width in product(spans, widths):
-            part = self._files.read_blocks(stored, span, width, turned=transposed)
-            if part is None:
+            part = self._files.read_blocks(stored, span, width, turned=transposed, on_gpu=on_gpu)
+            if part is None or (found and part.format is not found[0].format):
                 return None
             found.append(replace(part, blocks=part.blocks.to(self.device)))
         del self._left[name]
@@ -403,22 +413,23 @@ def _gguf_tensors(path: Path) -> GgufTensors:
     return GgufTensors(path)
 
 
-def stays_in_blocks(path: Path, model: ModelConfig, *, kernels: bool) -> bool:
+def stays_in_blocks(path: Path, model: ModelConfig, *, kernels: bool, on_gpu: bool = False) -> bool:
     """Returns whether the model at ``path`` is computed from blocks, and not from dequantised weights.
 
-    ``kernels`` says whether there are kernels for that. They compute in bf16; in fp32, all of a token's numbers are to
-    be those of the dequantised weights. Raises ModelError if the file cannot be read.
+    ``kernels`` says whether there are kernels for that, and ``on_gpu`` whether they are a GPU's. Models in bf16 use
+    them; in fp32, all of a token's numbers are to be those of the dequantised weights. Raises ModelError if the file
+    cannot be read.
     """
     if not kernels or model.weights is not Weights.AUTO or model.dtype is not Dtype.BF16:
         return False
     if not is_gguf(path):
-        return bool(block_formats(path))
+        return bool(block_formats(path, on_gpu=on_gpu))
     return any(tensor.kind in BLOCK_FORMATS and len(tensor.shape) > 1 for tensor in read_gguf(path).tensors.values())
 
 
-def block_formats(path: Path) -> Mapping[str, BlockFormat]:
+def block_formats(path: Path, *, on_gpu: bool = False) -> Mapping[str, BlockFormat]:
     """Returns the format of each tensor that is read as blocks, by transformers' names. Raises ModelError."""
     if is_gguf(path):
         return _gguf_tensors(path).block_formats()
     quantisation = quantisation_of(path)
-    return {} if quantisation is None else SafetensorsFiles(path, quantisation).block_formats()
+    return {} if quantisation is None else SafetensorsFiles(path, quantisation).block_formats(on_gpu=on_gpu)

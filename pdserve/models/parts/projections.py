@@ -44,7 +44,9 @@ class Building:
     ) -> UnreadWeight | BlockWeight:
         """Takes a weight ``[out, in]`` in the form in which it is multiplied. See ``Checkpoint.take``."""
         if self.block_kernels is not None:
-            blocks = self.checkpoint.take_blocks(name, shape, rows, columns, transposed=transposed)
+            blocks = self.checkpoint.take_blocks(
+                name, shape, rows, columns, transposed=transposed, on_gpu=self.block_kernels.on_gpu
+            )
             if blocks is not None:
                 return blocks
         if transposed:

@@ -29,7 +29,7 @@ def numbers_of(weight: BlockWeight) -> torch.Tensor:
 
 def inputs_of(kind: BlockFormat) -> int:
     """Returns a number of inputs that is no whole number of turns, if the format allows that."""
-    return 512 if kind.elements == 256 else 96
+    return {256: 512, 128: 384, 32: 96}[kind.elements]
 
 
 def scaled(weight: BlockWeight) -> float:
@@ -44,11 +44,12 @@ def test_numbers_and_products_are_those_of_the_format(kind: BlockFormat) -> None
     wanted, size = numbers_of(weight), scaled(weight)
     own = packed(weight)
     assert own.nbytes == PACKED_FORMS[kind].nbytes(37, inputs)
-    assert torch.equal(widened(own, torch.float32).cpu(), wanted)
+    # A number with an offset may be rounded once or twice.
+    torch.testing.assert_close(widened(own, torch.float32).cpu(), wanted, rtol=1e-6, atol=size * 1e-6)
     x, bias = torch.randn(3, inputs), torch.randn(37)
     linear = TritonBlockLinear(weight, bias.to(DEVICE) * size, PROCESSORS)
     ids = torch.tensor([3, 36, 3, 0], device=DEVICE)
-    assert torch.equal(linear.rows(ids).cpu(), wanted[ids.cpu()])
+    assert torch.equal(linear.rows(ids), widened(own, torch.float32)[ids])
     assert_near(linear(x.to(DEVICE)) / size, torch.addmm(bias * size, x, wanted.t()) / size, 20)
 
 

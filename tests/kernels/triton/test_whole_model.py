@@ -11,10 +11,14 @@ from unittest.mock import patch
 import pytest
 import torch
 from gguf import GGMLQuantizationType
+from safetensors.torch import load_file
 
 from pdserve.config import Dtype
-from pdserve.models.checkpoint.config_reading import read_decoder_config
+from pdserve.models.checkpoint.config_reading import read_decoder_config, read_family_config
+from pdserve.models.checkpoint.weights import Checkpoint
+from pdserve.models.parts.projections import Building
 from pdserve.models.runner import CudaGraphs, DraftRow, ModelRunner, StepRow
+from pdserve_kernels.contract import BlockFormat, BlockWeight
 from pdserve_kernels.cpu.torch_kernels import TorchKernels
 from pdserve_kernels.triton.triton_kernels import TritonKernels
 from tests.kernels.triton.device import DEVICE
@@ -22,6 +26,7 @@ from tests.models.converted_gguf import save_converted
 from tests.models.grouped_runner import GroupedRunner
 from tests.models.quantisers import quantised_folders
 from tests.models.rerun_graph import RerunGraphs
+from tests.models.test_qwen3_moe import Unsummed
 from tests.models.tiny_drafting import save_tiny_drafting
 from tests.models.tiny_families import CASES, save_tiny
 from tests.tiny_models import VOCAB_SIZE, save_tiny_model
@@ -77,6 +82,30 @@ def test_quantised_weights_stay_packed(
     check([StepRow(prompt[:4], 0, table, True)], runner, peer)
     runner.capture_decode(KERNELS, 1, CudaGraphs() if DEVICE.type == "cuda" else RerunGraphs())
     check([StepRow(prompt[4:], 4, table, True)], runner, peer)
+
+
+DOWN = "model.layers.1.mlp.down_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("size", "kind"), [(1, BlockFormat.FP8_SHORT), (2, BlockFormat.FP8_SHORT), (3, BlockFormat.FP8), (8, None)]
+)
+def test_ranks_have_their_share_packed(size: int, kind: BlockFormat | None, tmp_path: Path) -> None:
+    """The 384 or 192 inputs of a rank are whole blocks of 128 or of 32 numbers, or are cut and dequantised."""
+    inner = 384 if size == 3 else 192
+    shape = IN_BLOCKS | {"hidden_size": 128, "intermediate_size": inner, "head_dim": 32}
+    narrow, wide = quantised_folders(save_tiny_model("llama", tmp_path / "made", **shape), "fp8-blocks", tmp_path)
+    x, each = torch.randn(3, inner), inner // size
+    total = torch.zeros(3, 128)
+    for rank in range(size):
+        mine = slice(rank * each, (rank + 1) * each)
+        checkpoint = Checkpoint(narrow, torch.float32, DEVICE, quantisation=read_family_config(narrow).quantisation)
+        building = Building(checkpoint, KERNELS, Unsummed(rank, size), KERNELS)
+        weight = building.weight(DOWN, (128, inner), columns=mine)
+        assert (weight.format if isinstance(weight, BlockWeight) else None) is kind
+        total += building.linear(weight)(x[:, mine].to(DEVICE).contiguous()).cpu()
+    wanted = x @ load_file(wide / "model.safetensors")[DOWN].T
+    torch.testing.assert_close(total, wanted, rtol=1e-4, atol=1e-4)
 
 
 def prompts_and_tables() -> tuple[list[list[int]], list[list[int]]]:

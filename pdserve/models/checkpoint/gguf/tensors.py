@@ -114,7 +114,9 @@ class GgufTensors:
         tensor = torch.cat([part.to(dtype) for part in parts]) if len(parts) > 1 else parts[0].to(dtype)
         return tensor if columns == slice(None) else tensor[:, columns].contiguous()
 
-    def read_blocks(self, name: str, rows: slice, columns: slice, *, turned: bool = False) -> BlockWeight | None:
+    def read_blocks(
+        self, name: str, rows: slice, columns: slice, *, turned: bool = False, on_gpu: bool = False
+    ) -> BlockWeight | None:
         """See ``weights.TensorFiles``."""
         tensor, found = self._tensors[name], self._block_format(name)
         if found is None or turned:

@@ -1,7 +1,8 @@
-"""Reads quantised weights of safetensors files: as numbers, or repacked into blocks that a CPU computes from.
+"""Reads quantised weights of safetensors files: as numbers, or repacked into blocks from which products are computed.
 
-``FORMS`` says which form becomes which blocks. Numbers of 4 bits keep their codes: their scales and offsets become
-those of blocks. Others are rounded to Q8_0, and dequantised where that would add more error than ``MOST_ADDED``.
+``FORMS`` says which form becomes which blocks. Numbers of 4 bits keep their codes, and on a GPU others do, too: their
+scales and offsets become those of blocks. A CPU rounds others to Q8_0, and dequantises them where that would add more
+error than ``MOST_ADDED``.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import torch
 
 from pdserve.errors import ModelError
 from pdserve.models.checkpoint.safetensors.quantisation import BLOCK_INPUTS, FORMS, Form
-from pdserve.models.checkpoint.safetensors.quantised_tensors import Packing, QuantisedTensor
+from pdserve.models.checkpoint.safetensors.quantised_tensors import NVFP4_GROUP, Packing, QuantisedTensor
 from pdserve_kernels.contract import BlockFormat, BlockWeight
 
 Load = Callable[[str], torch.Tensor]
@@ -42,22 +43,26 @@ def read_plain(tensor: QuantisedTensor, load: Load, rows: slice, columns: slice,
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def read_blocks(tensor: QuantisedTensor, load: Load, rows: slice, columns: slice) -> BlockWeight | None:
-    """Returns rows and columns of the weight ``[out, in]`` in blocks.
+def read_blocks(
+    tensor: QuantisedTensor, load: Load, rows: slice, columns: slice, *, on_gpu: bool = False
+) -> BlockWeight | None:
+    """Returns rows and columns of the weight ``[out, in]`` in blocks, ``on_gpu`` in those that only a GPU multiplies.
 
     Returns None if they are not whole blocks, or have no blocks that are near enough. Raises ModelError as
     ``read_plain`` does.
     """
-    name = FORMS[tensor.form].blocks
+    name = FORMS[tensor.form].on(gpu=on_gpu).blocks
     first, end, _ = columns.indices(tensor.shape[1])
     count = len(range(*rows.indices(tensor.shape[0])))
     if not name or first % BLOCK_INPUTS or end % BLOCK_INPUTS or end <= first or not count:
         return None
     kind = BlockFormat[name]
-    blocks = torch.empty((count, (end - first) // BLOCK_INPUTS * kind.block_bytes), dtype=torch.uint8)
+    if kind is BlockFormat.FP8 and not _long_blocks(tensor, first, end):
+        kind = BlockFormat.FP8_SHORT
+    blocks = torch.empty((count, (end - first) // kind.elements * kind.block_bytes), dtype=torch.uint8)
     at = 0
     for span in _row_spans(tensor, rows, columns):
-        found = _blocks(tensor, load, span, slice(first, end))
+        found = _blocks(tensor, load, span, slice(first, end), kind)
         if found is None:
             return None
         blocks[at : at + len(found)] = found
@@ -103,10 +108,22 @@ def _whole_groups(tensor: QuantisedTensor, columns: slice) -> int:
     return size if first % size == 0 and end % size == 0 else 0
 
 
-def _blocks(tensor: QuantisedTensor, load: Load, rows: slice, columns: slice) -> torch.Tensor | None:
+def _long_blocks(tensor: QuantisedTensor, first: int, end: int) -> bool:
+    """Returns whether these columns are whole blocks of FP8 with one scale each."""
+    long, each = BlockFormat.FP8.elements, tensor.grid[1]
+    return first % long == 0 and end % long == 0 and (each % long == 0 or each >= tensor.shape[1])
+
+
+def _blocks(tensor: QuantisedTensor, load: Load, rows: slice, columns: slice, kind: BlockFormat) -> torch.Tensor | None:
     """Returns the bytes of blocks ``[rows, bytes]``, or None if they would not be near enough."""
     if tensor.form is Form.MXFP4:
         return _mxfp4_blocks(tensor, load, rows, columns)
+    if kind is BlockFormat.NVFP4:
+        return _nvfp4_blocks(tensor, load, rows, columns)
+    if kind in (BlockFormat.FP8, BlockFormat.FP8_SHORT):
+        return _fp8_blocks(tensor, load, rows, columns, kind)
+    if kind is BlockFormat.Q8_OFFSET:
+        return _offset_blocks(tensor, load, rows, columns)
     if tensor.form in (Form.INT4, Form.INT4_OFFSET, Form.INT8):
         return _affine_blocks(tensor, load, rows, columns)
     return _rounded_blocks(_numbers(tensor, load, rows, columns))
@@ -161,6 +178,55 @@ def _mxfp4_blocks(tensor: QuantisedTensor, load: Load, rows: slice, columns: sli
     first, end, _ = columns.indices(tensor.shape[1])
     scales = load(tensor.scales)[rows, first // BLOCK_INPUTS : end // BLOCK_INPUTS]
     return torch.cat((scales.unsqueeze(-1), _in_halves(codes)), -1).flatten(1)
+
+
+def _nvfp4_blocks(tensor: QuantisedTensor, load: Load, rows: slice, columns: slice) -> torch.Tensor | None:
+    """Returns blocks of the factor, two scales and 32 numbers, or None if a scale is not a number."""
+    codes = _nibbles(_bytes_of(tensor, load, rows), columns).view(rows.stop - rows.start, -1, BLOCK_INPUTS)
+    first, end, _ = columns.indices(tensor.shape[1])
+    scales = load(tensor.scales)[rows, first // NVFP4_GROUP : end // NVFP4_GROUP].contiguous().view(torch.uint8)
+    if _has_nan(scales):
+        return None
+    factor = load(tensor.factor).float().reshape(1)
+    stored = (1 / factor if tensor.divides else factor).view(torch.uint8).expand(*codes.shape[:2], 4)
+    return torch.cat((stored, scales.view(*codes.shape[:2], 2), _in_halves(codes)), -1).flatten(1)
+
+
+def _fp8_blocks(
+    tensor: QuantisedTensor, load: Load, rows: slice, columns: slice, kind: BlockFormat
+) -> torch.Tensor | None:
+    """Returns blocks of a scale and its numbers, or None if a number is none or a block has several scales."""
+    codes = _codes(tensor, load, rows, columns).contiguous().view(torch.uint8)
+    groups = _groups(tensor, load, columns).view(-1, kind.elements)
+    if _has_nan(codes) or bool((groups != groups[:, :1]).any()):
+        return None
+    scales = _scales(tensor, load, rows)[:, groups[:, 0]].unsqueeze(-1)
+    return torch.cat((scales.view(torch.uint8), codes.view(len(codes), -1, kind.elements)), -1).flatten(1)
+
+
+def _has_nan(codes: torch.Tensor) -> bool:
+    """Returns whether a byte of e4m3 stands for no number."""
+    return bool((codes & 127 == 127).any())
+
+
+def _offset_blocks(tensor: QuantisedTensor, load: Load, rows: slice, columns: slice) -> torch.Tensor | None:
+    """Returns blocks of 8 bits with a scale and an offset, or None if a block has several of them."""
+    groups = _groups(tensor, load, columns).view(-1, BLOCK_INPUTS)
+    if bool((groups != groups[:, :1]).any()):
+        return None
+    scales, codes = _scales(tensor, load, rows)[:, groups[:, 0]], _codes(tensor, load, rows, columns)
+    zeros = _zeros(tensor, load, rows)
+    if isinstance(zeros, torch.Tensor):
+        zeros = zeros[:, groups[:, 0]]
+    signed = codes.dtype is torch.int8
+    if tensor.offsets:
+        offsets = _grid_rows(tensor, load(tensor.offsets), rows)[:, groups[:, 0]]
+    else:
+        # What is signed is counted from its least number on.
+        offsets = -scales * ((0 if zeros is None else zeros) + (128 if signed else 0))
+    unsigned = codes.contiguous().view(torch.uint8) ^ 128 if signed else codes
+    heads = [each.contiguous().unsqueeze(-1).view(torch.uint8) for each in (scales, offsets)]
+    return torch.cat((*heads, unsigned.reshape(*scales.shape, BLOCK_INPUTS)), -1).flatten(1)
 
 
 def _in_halves(codes: torch.Tensor) -> torch.Tensor:

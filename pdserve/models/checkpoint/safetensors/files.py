@@ -80,9 +80,9 @@ class SafetensorsFiles:
         """See ``weights.TensorFiles``."""
         return self._quantised[name].nbytes if name in self._quantised else self._tensors[name].nbytes
 
-    def block_formats(self) -> dict[str, BlockFormat]:
+    def block_formats(self, *, on_gpu: bool) -> dict[str, BlockFormat]:
         """Returns the format of each weight that ``read_blocks`` reads as a whole, if that is near enough."""
-        found = {name: FORMS[tensor.form].blocks for name, tensor in self._quantised.items()}
+        found = {name: FORMS[tensor.form].on(gpu=on_gpu).blocks for name, tensor in self._quantised.items()}
         return {name: BlockFormat[blocks] for name, blocks in found.items() if blocks}
 
     def check_formats(self) -> None:
@@ -137,12 +137,14 @@ class SafetensorsFiles:
             part = part[:, columns].contiguous()
         return part.to(dtype)
 
-    def read_blocks(self, name: str, rows: slice, columns: slice, *, turned: bool = False) -> BlockWeight | None:
+    def read_blocks(
+        self, name: str, rows: slice, columns: slice, *, turned: bool = False, on_gpu: bool = False
+    ) -> BlockWeight | None:
         """See ``weights.TensorFiles``."""
         found = self._quantised.get(name)
         if found is None or found.turned != turned or len(found.shape) != 2:
             return None
-        return read_blocks(found, self._load, rows, columns)
+        return read_blocks(found, self._load, rows, columns, on_gpu=on_gpu)
 
     def drop(self) -> None:
         """See ``weights.TensorFiles``."""

@@ -52,17 +52,38 @@ class Becomes:
     """Says what that does to the numbers."""
 
 
+@dataclass(frozen=True, slots=True)
+class ByDevice:
+    """What a form becomes where products are computed from blocks."""
+
+    cpu: Becomes
+    gpu: Becomes
+
+    def on(self, *, gpu: bool) -> Becomes:
+        return self.gpu if gpu else self.cpu
+
+
+def _alike(blocks: str, bits: float, why: str) -> ByDevice:
+    becomes = Becomes(blocks, bits, why)
+    return ByDevice(becomes, becomes)
+
+
+_SAME = "the same numbers"
 _ROUNDED = "rounded: adds 0.5% (RMS) to the format's own {own}; a tensor to which it adds 1% is dequantised"
-FORMS: Mapping[Form, Becomes] = {
-    Form.FP8_BLOCKS: Becomes("Q8_0", 8.5, _ROUNDED.format(own="2.6%")),
-    Form.FP8: Becomes("Q8_0", 8.5, _ROUNDED.format(own="2.6%")),
-    Form.INT4: Becomes("Q4_0", 4.5, "the same numbers"),
-    Form.INT4_OFFSET: Becomes("Q4_1", 5.0, "the same to a sixteenth of a step"),
-    Form.INT4_SCATTERED: Becomes("Q8_0", 8.5, _ROUNDED.format(own="9%")),
-    Form.INT8: Becomes("Q8_0", 8.5, "the same to a sixteenth of a step"),
-    Form.INT8_OFFSET: Becomes("", 16.0, "no block format has 8 bits and an offset"),
-    Form.NVFP4: Becomes("Q8_0", 8.5, _ROUNDED.format(own="9%")),
-    Form.MXFP4: Becomes("MXFP4", 4.25, "the same numbers"),
+_FP8 = ByDevice(Becomes("Q8_0", 8.5, _ROUNDED.format(own="2.6%")), Becomes("FP8", 8.25, _SAME))
+FORMS: Mapping[Form, ByDevice] = {
+    Form.FP8_BLOCKS: _FP8,
+    Form.FP8: _FP8,
+    Form.INT4: _alike("Q4_0", 4.5, _SAME),
+    Form.INT4_OFFSET: _alike("Q4_1", 5.0, "the same to a sixteenth of a step"),
+    Form.INT4_SCATTERED: _alike("Q8_0", 8.5, _ROUNDED.format(own="9%")),
+    Form.INT8: _alike("Q8_0", 8.5, "the same to a sixteenth of a step"),
+    Form.INT8_OFFSET: ByDevice(
+        Becomes("", 16.0, "no block format of a CPU has 8 bits and an offset"),
+        Becomes("Q8_OFFSET", 10.0, f"{_SAME}; groups of other inputs are dequantised"),
+    ),
+    Form.NVFP4: ByDevice(Becomes("Q8_0", 8.5, _ROUNDED.format(own="9%")), Becomes("NVFP4", 4.5, _SAME)),
+    Form.MXFP4: _alike("MXFP4", 4.25, _SAME),
 }
 """What becomes of each form where products are computed from blocks. Elsewhere, all are dequantised while they load."""
 

@@ -96,11 +96,14 @@ class QuantisedTensor:
         """Returns one of stacked experts, whose parts have these names."""
         return replace(self, shape=self.shape[1:], codes=codes, scales=scales, nbytes=self.nbytes // self.shape[0])
 
-    @property
-    def held_bits(self) -> float:
-        """The bits of a number in memory where a CPU computes in blocks."""
+    def held_bits(self, *, on_gpu: bool) -> float:
+        """Returns the bits of a number in memory where products are computed from blocks."""
+        becomes = FORMS[self.form].on(gpu=on_gpu)
         whole = self.shape[-1] % BLOCK_INPUTS == 0
-        return FORMS[self.form].bits if whole else FORMS[Form.INT8_OFFSET].bits
+        # Nothing but the groups tells whether there are whole blocks of 8 bits with an offset.
+        if self.form is Form.INT8_OFFSET:
+            whole = whole and _whole_blocks(self.grid[1], self.shape[-1]) and not self.order
+        return becomes.bits if whole else FORMS[Form.INT8_OFFSET].cpu.bits
 
 
 Tensors = Mapping[str, StoredTensor]
