@@ -14,6 +14,7 @@ from benchmarks.settings import (
     BenchBatchingConfig,
     BenchFailoverConfig,
     BenchFamiliesConfig,
+    BenchGgufServersConfig,
     BenchGoodputConfig,
     BenchPlanConfig,
     BenchProxyConfig,
@@ -106,6 +107,12 @@ def _families(config: BenchFamiliesConfig, environ: Mapping[str, str]) -> Report
     return families.run(config, environ)
 
 
+def _gguf_servers(config: BenchGgufServersConfig, environ: Mapping[str, str]) -> Report:
+    from benchmarks import gguf_servers
+
+    return gguf_servers.run(config, environ)
+
+
 def _turns(config: BenchTurnsConfig, environ: Mapping[str, str]) -> Report:
     from benchmarks import turns
 
@@ -181,6 +188,13 @@ STUDIES = {
         "transformers' code with pdserve's attention and products.",
         BenchFamiliesConfig,
         _families,
+    ),
+    "gguf-servers": Study(
+        "a node beside llama-server, from the same random GGUF files",
+        "A mixed node and another server, which read the same file of random weights, get the same requests in turns: "
+        "output, time to the first token, and CPU time of a token.",
+        BenchGgufServersConfig,
+        _gguf_servers,
     ),
     "turns": Study(
         "conversations, with and without KV return",

@@ -364,6 +364,39 @@ class BenchFamiliesConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class GgufServersBenchConfig:
+    """A node beside another server that reads the same random GGUF file."""
+
+    shapes: tuple[str, ...] = setting(
+        "shapes",
+        "The models that are measured, by their architecture.",
+        ("phi3", "glm4", "olmo2", "qwen3moe", "gpt-oss", "qwen3next"),
+        first=True,
+    )
+    peer_command: str = setting(
+        "peer-command",
+        "The other server, as a command; {model} is the file, and {port} where it has to listen.",
+        "llama-server -m {model} --port {port} -np 16 -c 16384 --no-cache-prompt --cache-ram 0",
+        metavar="COMMAND",
+    )
+    clients: tuple[int, ...] = setting("clients", "So many clients ask at a time.", (1, 8, 16))
+    requests: int = setting("requests", "Each client sends this many requests in a round.", 2, minimum=1)
+    prompt_tokens: int = setting("prompt-tokens", "A prompt has this many tokens.", 256, minimum=1)
+    output_tokens: int = setting("output-tokens", "An answer has this many tokens.", 64, minimum=1)
+    rounds: int = setting("rounds", "Each server has its turn this often.", 3, minimum=1)
+    startup_timeout_s: float = setting("startup-timeout-s", "A server must answer within this many seconds.", 120.0)
+    run_timeout_s: float = setting("run-timeout-s", "A turn may take this many seconds.", 600.0)
+
+
+@dataclass(frozen=True, slots=True)
+class BenchGgufServersConfig:
+    """The settings of ``benchmarks gguf-servers``."""
+
+    servers: GgufServersBenchConfig = field(default_factory=GgufServersBenchConfig)
+    report: ReportConfig = field(default_factory=ReportConfig)
+
+
+@dataclass(frozen=True, slots=True)
 class PlanBenchConfig:
     """How far predictions are from what a mixed node, and a prefill and a decode node, then do."""
 
