@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 import torch
 
-from pdserve.config import EngineConfig, KvCacheDtype, KvStaging, Overlap, Speculate, Switch
+from pdserve.config import EngineConfig, KvStaging, Overlap, Speculate, Switch
 from pdserve.control.frame import Secrets
 from pdserve.engine.api_channel import ApiChannel, WakeUp
 from pdserve.engine.core_lending import Cores, open_cores
@@ -35,7 +35,6 @@ from pdserve.engine.speculation.guesses import by_model
 from pdserve.engine.step_loop import StepLoop
 from pdserve.engine.tp.tp_ranks import Ranks
 from pdserve.engine.tp.tp_runner import TpRunner
-from pdserve.errors import ConfigError
 from pdserve.grammars.compiling import load_vocabulary
 from pdserve.liveness import LifeBoard, step_loop
 from pdserve.machine.memory import give_freed_memory_back
@@ -96,8 +95,6 @@ def assemble(
     dtype = config.model.dtype
     kv_dtype = config.cache.kv_cache_dtype
     check_kv_dtype(decoder, kv_dtype)
-    if kv_dtype is KvCacheDtype.FP8 and device.type == "cuda":
-        raise ConfigError("--kv-cache-dtype fp8 is not for GPUs yet; give --kv-cache-dtype auto")
     sizes = rank_sizes(decoder, dtype, block_size, tp, kv_dtype)
     config = with_sizes(config, decoder, sizes, tp.size, device)
     counts = block_counts(config, decoder, sizes, tp.size, device)

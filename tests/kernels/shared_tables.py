@@ -11,6 +11,16 @@ from pdserve_kernels.kv_layout import KvLayout
 CPU = torch.device("cpu")
 
 
+def every_number(dtype: torch.dtype) -> torch.Tensor:
+    """Returns rows of 64 numbers of all sizes, among them every number of bf16 that is between two of e4m3."""
+    torch.manual_seed(0)
+    every = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    sizes = torch.randn(2000, 64) * 2.0 ** torch.randint(-140, 120, (2000, 1))
+    narrow = torch.randn(2000, 64) * 2.0 ** torch.randint(-20, 3, (2000, 64))
+    steps = (torch.arange(2**14) / 64 - 128).view(-1, 64)
+    return torch.cat((every.view(-1, 64).float(), sizes, narrow, steps, torch.zeros(1, 64))).to(dtype)
+
+
 def random_cache(layout: KvLayout, count: int) -> torch.Tensor:
     """Returns ``count`` blocks of random numbers."""
     cache = layout.allocate(count, CPU)

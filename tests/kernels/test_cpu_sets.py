@@ -15,7 +15,7 @@ from pdserve_kernels.cpu import torch_kernels
 from pdserve_kernels.cpu.compiled_kernels import CompiledKernels, CompiledLinear
 from pdserve_kernels.kv_layout import KvLayout
 from tests.examples import examples
-from tests.kernels.shared_tables import check_shared_table, random_cache, spoil
+from tests.kernels.shared_tables import check_shared_table, every_number, random_cache, spoil
 
 CPU = torch.device("cpu")
 NUM_BLOCKS = 40
@@ -359,16 +359,6 @@ def test_a_request_that_is_not_finite_spoils_itself_alone(
     assert finite[0].all()
     assert not finite[1].any()
     assert finite[2].all()
-
-
-def every_number(dtype: torch.dtype) -> torch.Tensor:
-    """Returns rows of 64 numbers of all sizes, among them every number of bf16 that is between two of e4m3."""
-    torch.manual_seed(0)
-    every = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
-    sizes = torch.randn(2000, 64) * 2.0 ** torch.randint(-140, 120, (2000, 1))
-    narrow = torch.randn(2000, 64) * 2.0 ** torch.randint(-20, 3, (2000, 64))
-    steps = (torch.arange(2**14) / 64 - 128).view(-1, 64)
-    return torch.cat((every.view(-1, 64).float(), sizes, narrow, steps, torch.zeros(1, 64))).to(dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -210,6 +210,20 @@ def test_chunked_attention(launches: list[Launch]) -> None:
     assert {"_decode_kernel", "_combine_kernel", "_prefill_kernel", "_projection_kernel"} == check(launches).keys()
 
 
+def test_attention_to_a_cache_in_fp8(launches: list[Launch]) -> None:
+    layout = KvLayout(8, 32, 16, 128, torch.bfloat16, fp8=True)
+    step(layout, 32, window=None)
+    planned = TritonKernels(PROCESSORS).plan_attention(
+        layout, layout.allocate(4, torch.device("cpu")), [AttentionRow(1, 1, [0])], 32, 0.1
+    )
+    query, key_value = torch.empty(1, 32, 128, dtype=torch.bfloat16), torch.empty(2, 1, 8, 128, dtype=torch.bfloat16)
+    planned(0, query, key_value)
+    built = check(launches)
+    names = {"_decode_kernel", "_combine_kernel", "_prefill_kernel", "_projection_kernel", "_kv_write_kernel"}
+    assert names == built.keys()
+    assert "mma" in built["_decode_kernel"].asm["ptx"]
+
+
 def test_attention_with_sinks(launches: list[Launch]) -> None:
     rows = [AttentionRow(1, 200, range(13)), AttentionRow(3, 200, range(13))]
     attend(rows, KvLayout(8, 12, 16, 64, torch.bfloat16), 64, 128, sinks=torch.empty(64))

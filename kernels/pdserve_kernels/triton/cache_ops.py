@@ -15,6 +15,17 @@ import triton.language as tl
 
 from pdserve_kernels.contract import HeadNorms
 from pdserve_kernels.kv_layout import KvLayout
+from pdserve_kernels.triton.fp8 import largest_bits, quantised, stored_exponent
+
+
+@triton.jit
+def _store_scaled(tile, offset, column, x, inside, BLOCK_SIZE: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """Stores rows of heads in FP8. ``x`` is ``[heads, columns]``, 0 where it is not ``inside``."""
+    wide = x.to(tl.float32)
+    exponent = stored_exponent(tl.max(largest_bits(wide), 1))[:, None]
+    tl.store(tile + offset * HEAD_DIM + column, quantised(wide, exponent), mask=inside)
+    target = tile + BLOCK_SIZE * HEAD_DIM + offset + column
+    tl.store(target, exponent.to(tl.uint8) + (column * 0).to(tl.uint8), mask=inside & (column == 0))
 
 
 @triton.jit
@@ -33,6 +44,7 @@ def _kv_write_kernel(
     BLOCK_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     VALUES: tl.constexpr,
+    FP8: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
 ):
@@ -43,12 +55,20 @@ def _kv_write_kernel(
     head = tl.arange(0, BLOCK_HEADS)[:, None]
     column = tl.arange(0, BLOCK_DIM)[None, :]
     inside = (head < KV_HEADS) & (column < HEAD_DIM)
-    keys = tl.load(key + token * key_token_stride + head * key_head_stride + column, mask=inside)
-    target = tiles + (slot // BLOCK_SIZE) * BLOCK_STRIDE + head * HEAD_STRIDE + (slot % BLOCK_SIZE) * HEAD_DIM + column
-    tl.store(target, keys, mask=inside)
+    keys = tl.load(key + token * key_token_stride + head * key_head_stride + column, mask=inside, other=0.0)
+    tile = tiles + (slot // BLOCK_SIZE) * BLOCK_STRIDE + head * HEAD_STRIDE
+    offset = slot % BLOCK_SIZE
+    if FP8:
+        _store_scaled(tile, offset, column, keys, inside, BLOCK_SIZE, HEAD_DIM)
+    else:
+        tl.store(tile + offset * HEAD_DIM + column, keys, mask=inside)
     if VALUES:
-        values = tl.load(value + token * value_token_stride + head * value_head_stride + column, mask=inside)
-        tl.store(target + BLOCK_SIZE * HEAD_DIM, values, mask=inside)
+        values = tl.load(value + token * value_token_stride + head * value_head_stride + column, mask=inside, other=0.0)
+        if FP8:
+            tile += BLOCK_SIZE * (HEAD_DIM + 1)
+            _store_scaled(tile, offset, column, values, inside, BLOCK_SIZE, HEAD_DIM)
+        else:
+            tl.store(tile + BLOCK_SIZE * HEAD_DIM + offset * HEAD_DIM + column, values, mask=inside)
 
 
 def kv_write(
@@ -76,6 +96,7 @@ def kv_write(
         layout.block_size,
         layout.head_dim,
         not layout.shared_channels,
+        layout.fp8,
         triton.next_power_of_2(layout.kv_heads),
         triton.next_power_of_2(layout.head_dim),
     )
@@ -83,6 +104,16 @@ def kv_write(
 
 BLOCK_HEADS = 8
 """The heads of one token that one program takes."""
+
+
+@triton.jit
+def _store_halves(cell, to_exponent, column, first, second, mask, HALF: tl.constexpr):
+    """Stores rows of heads in FP8, of which ``first`` and ``second`` are the halves, fp32 ``[heads, columns]``."""
+    largest = tl.maximum(tl.max(largest_bits(first), 1), tl.max(largest_bits(second), 1))
+    exponent = stored_exponent(largest)[:, None]
+    tl.store(cell, quantised(first, exponent), mask=mask)
+    tl.store(cell + HALF, quantised(second, exponent), mask=mask)
+    tl.store(cell + to_exponent, exponent.to(tl.uint8) + (column * 0).to(tl.uint8), mask=mask & (column == 0))
 
 
 @triton.jit
@@ -101,6 +132,7 @@ def _projection_kernel(
     KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
     NORMS: tl.constexpr,
+    FP8: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_STRIDE: tl.constexpr,
     HEAD_STRIDE: tl.constexpr,
@@ -118,10 +150,15 @@ def _projection_kernel(
     slot = tl.load(slots + token).to(tl.int64)
     stored = inside & (tl.zeros_like(head) + slot >= 0)
     cell = tiles + (slot // BLOCK_SIZE) * BLOCK_STRIDE + (slot % BLOCK_SIZE) * (2 * HALF) + column
-    value_cell = cell + (head - HEADS - KV_HEADS) * HEAD_STRIDE + BLOCK_SIZE * (2 * HALF)
+    value_cell = cell + (head - HEADS - KV_HEADS) * HEAD_STRIDE + BLOCK_SIZE * (2 * HALF + FP8)
     values = stored & (head >= HEADS + KV_HEADS)
-    tl.store(value_cell, first, mask=values)
-    tl.store(value_cell + HALF, second, mask=values)
+    # An exponent lies as far behind its tile's numbers as the token is, and that cell is where the row's numbers begin.
+    to_exponent = BLOCK_SIZE * (2 * HALF) + (slot % BLOCK_SIZE) * (1 - 2 * HALF)
+    if FP8:
+        _store_halves(value_cell, to_exponent, column, first.to(tl.float32), second.to(tl.float32), values, HALF)
+    else:
+        tl.store(value_cell, first, mask=values)
+        tl.store(value_cell + HALF, second, mask=values)
 
     first, second = first.to(tl.float32), second.to(tl.float32)
     if NORMS:
@@ -146,8 +183,13 @@ def _projection_kernel(
     tl.store(target + HALF, rotated_second, mask=inside & (head < HEADS))
     key_cell = cell + (head - HEADS) * HEAD_STRIDE
     keys = stored & (head >= HEADS) & (head < HEADS + KV_HEADS)
-    tl.store(key_cell, rotated_first, mask=keys)
-    tl.store(key_cell + HALF, rotated_second, mask=keys)
+    if FP8:
+        _store_halves(
+            key_cell, to_exponent, column, rotated_first.to(tl.float32), rotated_second.to(tl.float32), keys, HALF
+        )
+    else:
+        tl.store(key_cell, rotated_first, mask=keys)
+        tl.store(key_cell + HALF, rotated_second, mask=keys)
 
 
 def store_projected(
@@ -184,6 +226,7 @@ def store_projected(
             layout.kv_heads,
             half,
             norms is not None,
+            layout.fp8,
             layout.block_size,
             tiles.stride(0),
             tiles.stride(1),

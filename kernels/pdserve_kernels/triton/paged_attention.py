@@ -31,6 +31,7 @@ from triton.runtime.errors import OutOfResources
 from pdserve_kernels.contract import DecodeTables
 from pdserve_kernels.kv_layout import KvLayout
 from pdserve_kernels.triton.attention_plan import SpanTables
+from pdserve_kernels.triton.fp8 import scale_of, unscaled
 
 LOG2_E = tl.constexpr(math.log2(math.e))
 
@@ -156,6 +157,7 @@ def _decode_kernel(
     SPLITS: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     SHARED: tl.constexpr,
+    FP8: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
     BLOCK_REST: tl.constexpr,
@@ -198,19 +200,30 @@ def _decode_kernel(
         address = tiles + block * BLOCK_STRIDE + kv_head * HEAD_STRIDE + (token % BLOCK_SIZE) * HEAD_DIM
         loaded = seen[:, None] & (column < VALUE_DIM)[None, :]
         # Hidden tokens are read as 0: a NaN in memory that is not this request's must not be multiplied.
-        keys = tl.load(address[:, None] + column[None, :], mask=loaded, other=0.0)
+        keys = tl.load(address[:, None] + column[None, :], mask=loaded, other=0)
         if SHARED:
             values = keys
         else:
-            values = tl.load(address[:, None] + BLOCK_SIZE * HEAD_DIM + column[None, :], mask=loaded, other=0.0)
+            to_value = BLOCK_SIZE * (HEAD_DIM + FP8)
+            values = tl.load(address[:, None] + to_value + column[None, :], mask=loaded, other=0)
+        if FP8:
+            # A product with a power of two is exact: scores are scaled for keys, and weights for values.
+            exponent = address + BLOCK_SIZE * HEAD_DIM - (token % BLOCK_SIZE) * (HEAD_DIM - 1)
+            key_scale = scale_of(tl.load(exponent, mask=seen, other=0))
+            value_scale = scale_of(tl.load(exponent + to_value, mask=seen, other=0))
+            keys, values = unscaled(keys).to(queries.dtype), unscaled(values).to(queries.dtype)
         scores = tl.dot(queries, tl.trans(keys), input_precision="ieee")
         if SHARED:
             also = seen[:, None] & (rest < HEAD_DIM)[None, :]
             rest_of_keys = tl.load(address[:, None] + rest[None, :], mask=also, other=0.0)
             scores += tl.dot(rest_of_queries, tl.trans(rest_of_keys), input_precision="ieee")
+        if FP8:
+            scores *= key_scale[None, :]
         scores = bounded(scores * scale_log2, CAP)
         scores = tl.where(seen[None, :], scores, float("-inf"))
         weights, highest, total, acc = softmax_step(scores, highest, total, acc)
+        if FP8:
+            weights *= value_scale[None, :]
         acc += tl.dot(weights.to(values.dtype), values, input_precision="ieee")
 
     # A part beyond the context, or a row of padding, has no token and a total of 0, by which nothing can be divided. A
@@ -321,6 +334,7 @@ def decode_attention(
             splits,
             value_dim,
             bool(layout.shared_channels),
+            layout.fp8,
             max(16, triton.next_power_of_2(group)),
             block_dim,
             _block_rest(layout),
@@ -387,6 +401,7 @@ def _attend_tiles(
     MASKED: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     SHARED: tl.constexpr,
+    FP8: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
     BLOCK_REST: tl.constexpr,
     TILE: tl.constexpr,
@@ -402,12 +417,17 @@ def _attend_tiles(
         block = tl.load(table + token // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
         address = tiles + block * BLOCK_STRIDE + (token % BLOCK_SIZE) * HEAD_DIM
         loaded = inside[:, None] & (column < VALUE_DIM)[None, :]
-        keys = tl.load(address[:, None] + column[None, :], mask=loaded, other=0.0)
+        keys = tl.load(address[:, None] + column[None, :], mask=loaded, other=0)
+        if FP8:
+            exponent = address + BLOCK_SIZE * HEAD_DIM - (token % BLOCK_SIZE) * (HEAD_DIM - 1)
+            keys = unscaled(keys).to(queries.dtype)
         scores = tl.dot(queries, tl.trans(keys), input_precision="ieee")
         if SHARED:
             also = inside[:, None] & (rest < HEAD_DIM)[None, :]
             rest_of_keys = tl.load(address[:, None] + rest[None, :], mask=also, other=0.0)
             scores += tl.dot(rest_of_queries, tl.trans(rest_of_keys), input_precision="ieee")
+        if FP8:
+            scores *= scale_of(tl.load(exponent, mask=inside, other=0))[None, :]
         scores = bounded(scores * scale_log2, CAP)
         if MASKED:
             seen = (token[None, :] <= position[:, None]) & inside[None, :]
@@ -418,7 +438,11 @@ def _attend_tiles(
         if SHARED:
             values = keys
         else:
-            values = tl.load(address[:, None] + BLOCK_SIZE * HEAD_DIM + column[None, :], mask=loaded, other=0.0)
+            to_value = BLOCK_SIZE * (HEAD_DIM + FP8)
+            values = tl.load(address[:, None] + to_value + column[None, :], mask=loaded, other=0)
+        if FP8:
+            weights *= scale_of(tl.load(exponent + to_value, mask=inside, other=0))[None, :]
+            values = unscaled(values).to(queries.dtype)
         acc += tl.dot(weights.to(values.dtype), values, input_precision="ieee")
     return highest, total, acc
 
@@ -451,6 +475,7 @@ def _prefill_kernel(
     BLOCK_Q: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     SHARED: tl.constexpr,
+    FP8: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
     BLOCK_REST: tl.constexpr,
@@ -501,13 +526,13 @@ def _prefill_kernel(
     keys = tiles + kv_head * HEAD_STRIDE
     highest, total, acc = _attend_tiles(
         queries, rest_of_queries, position, keys, table, context, scale_log2, oldest, begin, masked_from, highest,
-        total, acc, HEAD_DIM, BLOCK_SIZE, BLOCK_STRIDE, CAP, WINDOW, CHUNKED, False, VALUE_DIM, SHARED, BLOCK_DIM,
-        BLOCK_REST, TILE,
+        total, acc, HEAD_DIM, BLOCK_SIZE, BLOCK_STRIDE, CAP, WINDOW, CHUNKED, False, VALUE_DIM, SHARED, FP8,
+        BLOCK_DIM, BLOCK_REST, TILE,
     )  # fmt: skip
     highest, total, acc = _attend_tiles(
         queries, rest_of_queries, position, keys, table, context, scale_log2, oldest, masked_from, end, highest,
-        total, acc, HEAD_DIM, BLOCK_SIZE, BLOCK_STRIDE, CAP, WINDOW, CHUNKED, True, VALUE_DIM, SHARED, BLOCK_DIM,
-        BLOCK_REST, TILE,
+        total, acc, HEAD_DIM, BLOCK_SIZE, BLOCK_STRIDE, CAP, WINDOW, CHUNKED, True, VALUE_DIM, SHARED, FP8,
+        BLOCK_DIM, BLOCK_REST, TILE,
     )  # fmt: skip
     target = out + (token[:, None] * (KV_HEADS * GROUP) + head[:, None]) * VALUE_DIM + column[None, :]
     tl.store(target, (acc / total[:, None]).to(out.dtype.element_ty), mask=valid)
@@ -567,6 +592,7 @@ def prefill_attention(
             tables.tile_size,
             layout.value_dim,
             bool(layout.shared_channels),
+            layout.fp8,
             lines,
             max(16, triton.next_power_of_2(layout.value_dim)),
             _block_rest(layout),

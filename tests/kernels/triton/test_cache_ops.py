@@ -12,7 +12,9 @@ from pdserve_kernels import reference
 from pdserve_kernels.contract import HeadNorms
 from pdserve_kernels.kv_layout import KvLayout
 from pdserve_kernels.triton.cache_ops import gather_blocks, kv_write, scatter_blocks, store_projected
-from tests.kernels.triton.device import CPU, DEVICE, DTYPES, SEEDS, assert_near, examples
+from tests.kernels import shared_tables
+from tests.kernels.shared_tables import every_number
+from tests.kernels.triton.device import DEVICE, DTYPES, SEEDS, assert_near, examples
 
 NUM_BLOCKS = 12
 
@@ -25,18 +27,19 @@ def layouts(draw: st.DrawFn) -> KvLayout:
         block_size=draw(st.sampled_from([1, 2, 3, 16, 64])),
         head_dim=draw(st.sampled_from([2, 10, 32, 80])),
         dtype=draw(DTYPES),
+        fp8=draw(st.booleans()),
     )
 
 
 def random_cache(layout: KvLayout) -> torch.Tensor:
-    return torch.randn_like(layout.allocate(NUM_BLOCKS, CPU))
+    return shared_tables.random_cache(layout, NUM_BLOCKS)
 
 
 @settings(max_examples=examples(30), deadline=None)
 @given(layouts(), st.sampled_from([0, 0, 2]), st.data(), SEEDS)
 def test_kv_write(layout: KvLayout, shared: int, data: st.DataObject, seed: int) -> None:
     torch.manual_seed(seed)
-    layout = replace(layout, shared_channels=shared)
+    layout = replace(layout, shared_channels=0 if layout.fp8 else shared)
     slots = data.draw(
         st.lists(st.integers(0, NUM_BLOCKS * layout.block_size - 1), unique=True, max_size=8), label="slots"
     )
@@ -84,7 +87,26 @@ def test_projection(layout: KvLayout, heads: int, tokens: int, normalised: bool,
     wanted, (key, value) = reference.projected(qkv, kv_heads, cos, sin, norms)
     reference.kv_write(cache, layout, layout.num_layers - 1, slots, key, value)
     assert_near(query, wanted, 4)
+    if layout.fp8:
+        # A key that is rounded to the next number of its dtype may be rounded to the next one of e4m3.
+        seen, known = (reference.stored(blocks, layout).float() for blocks in (got.cpu(), cache))
+        torch.testing.assert_close(seen, known, rtol=2**-3, atol=2**-6)
+        assert torch.equal(seen[..., 1, :, :], known[..., 1, :, :])
+        return
     assert_near(got, cache, 4)
+
+
+def test_every_number_is_rounded_alike_in_fp8() -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        # The programs of the interpreter run one after another.
+        key = every_number(dtype)[:: 1 if DEVICE.type == "cuda" else 16]
+        layout = KvLayout(1, 1, 16, 64, dtype, fp8=True)
+        blocks = -(-len(key) // 16)
+        got, wanted = layout.allocate(blocks, DEVICE), layout.allocate(blocks, torch.device("cpu"))
+        heads, slots = key.unsqueeze(1), torch.arange(len(key))
+        kv_write(got, layout, 0, slots.to(DEVICE, torch.int32), heads.to(DEVICE), heads.flip(0).to(DEVICE))
+        reference.kv_write(wanted, layout, 0, slots, heads, heads.flip(0))
+        assert torch.equal(got.cpu(), wanted)
 
 
 def test_a_projection_of_padding_is_stored_nowhere() -> None:
@@ -111,7 +133,7 @@ def test_gather_and_scatter(layout: KvLayout, blocks: list[int], seed: int) -> N
     cache, other = random_cache(layout), random_cache(layout)
     ids = torch.tensor(blocks, dtype=torch.int32, device=DEVICE)
     # The buffer is longer than needed, like a staging buffer, which is made once for the largest transfer.
-    staged = torch.zeros(len(blocks) + 1, *cache.shape[1:], dtype=layout.dtype, device=DEVICE)
+    staged = torch.zeros(len(blocks) + 1, *cache.shape[1:], dtype=layout.element, device=DEVICE)
     gather_blocks(cache.to(DEVICE), ids, staged)
     wanted = reference.gather_blocks(cache, torch.tensor(blocks, dtype=torch.int64))
     assert torch.equal(staged[:-1].cpu(), wanted)

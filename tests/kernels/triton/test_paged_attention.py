@@ -17,7 +17,7 @@ from pdserve_kernels.kv_layout import KvLayout
 from pdserve_kernels.triton import paged_attention
 from pdserve_kernels.triton.paged_attention import LEAST_TILE, MAX_SPLITS, TILE, decode_splits, tiles_to_try
 from pdserve_kernels.triton.triton_kernels import TritonKernels
-from tests.kernels.shared_tables import check_shared_table
+from tests.kernels.shared_tables import check_shared_table, random_cache, spoil
 from tests.kernels.triton.device import CPU, DEVICE, PRODUCT_DTYPES, SEEDS, assert_near, examples
 
 
@@ -46,6 +46,7 @@ def layouts(draw: st.DrawFn) -> KvLayout:
         head_dim=head_dim,
         dtype=draw(PRODUCT_DTYPES),
         shared_channels=shared,
+        fp8=not shared and draw(st.booleans()),
     )
 
 
@@ -77,8 +78,9 @@ def step(
     sunk: bool = False,
     group: int = 2,
     shared: int = 0,
+    fp8: bool = False,
 ) -> Step:
-    return Step(KvLayout(1, 2, block_size, 16, torch.float32, shared), group, rows, window, 1, cap, chunked, sunk)
+    return Step(KvLayout(1, 2, block_size, 16, torch.float32, shared, fp8), group, rows, window, 1, cap, chunked, sunk)
 
 
 def check(case: Step, seed: int, processors: int) -> None:
@@ -87,13 +89,17 @@ def check(case: Step, seed: int, processors: int) -> None:
     layout, heads = case.layout, case.layout.kv_heads * case.group
     needed = [math.ceil(context / layout.block_size) for _, context in case.rows]
     order = torch.randperm(sum(needed) + 2).tolist()
-    cache = torch.randn_like(layout.allocate(len(order), CPU))
-    cache[order[-2:]] = float("nan")
+    cache = random_cache(layout, len(order))
+    spoil(layout, cache, order[-2:])
     rows, first = [], 0
     for (new, context), count in zip(case.rows, needed, strict=True):
         blocks = order[first : first + count]
         # The last block may still hold another request's tokens behind this context, and so may the block after it.
-        cache[blocks[-1], :, :, :, context - (count - 1) * layout.block_size :] = float("nan")
+        end = context - (count - 1) * layout.block_size
+        if layout.fp8:
+            layout.split(cache)[1][blocks[-1], :, :, :, end:] = reference.NOT_FINITE
+        else:
+            cache[blocks[-1], :, :, :, end:] = float("nan")
         rows.append(AttentionRow(new, context, [*blocks, order[-1]]))
         first += count
     held = []
@@ -112,7 +118,7 @@ def check(case: Step, seed: int, processors: int) -> None:
     query = torch.randn(tokens, heads + 1, layout.head_dim).to(layout.dtype)
     key_value = torch.randn(layout.tiles_a_layer, tokens, layout.kv_heads, layout.head_dim).to(layout.dtype)
     moved = cache.to(DEVICE, copy=True)
-    moved[spoilt] = float("nan")
+    spoil(layout, moved, spoilt)
     scale = layout.head_dim**-0.5
     attend = TritonKernels(processors).plan_attention(layout, moved, held, heads, scale, case.cap)
     queries = query.to(DEVICE)[:, :heads]
@@ -133,7 +139,7 @@ def check(case: Step, seed: int, processors: int) -> None:
         reference.kv_write(cache, layout, case.layer, torch.tensor(slots), key, value)
         blocks = list(row.blocks[:-1])
         # The reference also multiplies masked values, so its cache must have no NaN.
-        clean = cache.nan_to_num(0.0)
+        clean = cache.masked_fill(cache == reference.NOT_FINITE, 0) if layout.fp8 else cache.nan_to_num(0.0)
         wanted.append(
             reference.paged_attention(
                 query[mine, :heads],
@@ -150,7 +156,7 @@ def check(case: Step, seed: int, processors: int) -> None:
             )
         )
         at += row.new_tokens
-    cache[spoilt] = float("nan")
+    spoil(layout, cache, spoilt)
     assert torch.equal(moved.cpu().nan_to_num(7.0), cache.nan_to_num(7.0))
     assert_near(got, torch.cat(wanted), 3)
 
@@ -168,6 +174,9 @@ def check(case: Step, seed: int, processors: int) -> None:
 @example(step([(1, 150), (40, 110)], cap=0.5), 0)
 @example(step([(1, 64), (1, 150), (40, 110)], group=40, shared=12), 0)
 @example(step([(1, 64), (1, 150), (40, 110)], group=5, shared=10, window=32, sunk=True), 0)
+@example(step([(1, 64), (1, 150), (40, 110)], fp8=True), 0)
+@example(step([(1, 64), (1, 150), (40, 110)], block_size=3, window=32, sunk=True, fp8=True), 0)
+@example(step([(1, 150), (40, 110)], cap=0.5, window=32, chunked=True, fp8=True), 0)
 def test_a_step(case: Step, seed: int) -> None:
     check(case, seed, processors=2)
 

@@ -1,0 +1,52 @@
+"""Rounds keys and values to FP8 (``reference.quantised``), and reads them.
+
+Numbers are made of their bits, because GPUs before sm_89 have no instructions for e4m3.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def largest_bits(x):
+    """Returns the bits of the absolute values of fp32 ``x``, int32. They are in the order of the values, NaN last."""
+    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def stored_exponent(largest):
+    """Returns the exponent that is stored with numbers, int32, for the largest of their ``largest_bits``."""
+    above = largest >> 23
+    return tl.where(above == 255, 255, tl.maximum(above - 7, 16))
+
+
+@triton.jit
+def quantised(x, exponent):
+    """Returns fp32 ``x`` as uint8. ``exponent`` is that of the row of each number."""
+    finite = exponent < 255
+    factor = (tl.where(finite, 254 - exponent, 0) << 23).to(tl.float32, bitcast=True)
+    scaled = tl.where(finite, x * factor, 0.0)
+    bits = scaled.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    # Both round to the nearest, ties to even: the second by adding 1.5 * 2 ** 23.
+    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - 960
+    small = (bits.to(tl.float32, bitcast=True) * 512.0 + 12582912.0).to(tl.int32, bitcast=True) & 0xFF
+    code = tl.where(bits < 1015021568, small, normal)
+    return (code | ((scaled.to(tl.int32, bitcast=True) >> 24) & 0x80)).to(tl.uint8)
+
+
+@triton.jit
+def unscaled(numbers):
+    """Returns uint8 ``numbers`` as fp32, without their scale. bf16 and fp16 have each of them, too."""
+    code = numbers.to(tl.int32)
+    size = code & 0x7F
+    normal = ((size << 20) + 1006632960).to(tl.float32, bitcast=True)
+    value = tl.where(size < 8, size.to(tl.float32) * 0.001953125, normal)
+    return tl.where(code >= 128, -value, value)
+
+
+@triton.jit
+def scale_of(exponent):
+    """Returns what numbers with this ``exponent``, uint8, are multiplied by. It is infinite if one was not finite."""
+    return (exponent.to(tl.int32) << 23).to(tl.float32, bitcast=True)
