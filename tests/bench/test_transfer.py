@@ -61,6 +61,8 @@ def test_a_run_measures_all_and_can_be_compared(tmp_path: Path) -> None:
     assert all(row.figure("engine").value > 0 for row in states)
     (windows,) = report.rows_of("transfer of a prompt with windows")
     assert windows.figure("window only : all blocks").value > 0
+    (fp8,) = report.rows_of("transfer of a prompt in FP8")
+    assert fp8.figure("FP8 : bf16").value > 0
     assert len(report.rows_of("overhead of a block")) == 1
     assert [row.figure("received").value > 0 for row in report.rows_of("decode step while KV blocks come in")] == [
         True,

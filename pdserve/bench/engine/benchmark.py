@@ -26,6 +26,7 @@ from pdserve.bench.engine.parts import (
     constrained_sampling_s,
     expert_layers,
     experts_row,
+    fp8_attention_s,
     measure,
     products_of,
     sampling_s,
@@ -220,6 +221,7 @@ def decode_rows(bench: Bench, batch: int, context: int, linear: Row) -> Iterator
     rows = subject.decode_rows(batch, context)
     step = seconds_of(lambda: subject.runner.run(rows), subject.device, budget_s)
     attention = attention_s(subject, rows, budget_s)
+    in_fp8 = fp8_attention_s(subject, rows, budget_s)
     chosen = step + sampling_s(subject, batch, GREEDY, budget_s / 4)
     plain, kernel = (linear.figure(name).value / 1e3 for name in ("plain torch", "engine's"))
     kv_bytes = batch * subject.kv_bytes(context)
@@ -238,7 +240,11 @@ def decode_rows(bench: Bench, batch: int, context: int, linear: Row) -> Iterator
         Figure("KV read", kv_bytes / attention / 1e9, Unit.GB_PER_S, Better.HIGHER),
         Figure("KV read : copy", kv_bytes / attention / copy, Unit.RATIO, Better.HIGHER),
     )
-    yield Row("decode step", {"model": subject.name, "batch": batch, "context": context}, figures)
+    others: tuple[Figure, ...] = ()
+    if in_fp8 is not None:
+        ratio = Figure("attention in FP8 : attention", in_fp8 / attention, Unit.RATIO, Better.LOWER)
+        others = (_ms("attention, KV cache in FP8", in_fp8), ratio)
+    yield Row("decode step", {"model": subject.name, "batch": batch, "context": context}, (*figures, *others))
     # Each query is multiplied with each key, and each score with each value.
     scores = 2 * subject.config.num_layers * subject.config.heads * subject.config.head_dim * context
     operations = 2 * batch * (bench.products.parameters + bench.expert_parameters + scores)

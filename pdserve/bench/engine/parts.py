@@ -19,14 +19,18 @@ from llguidance import LLTokenizer
 
 from pdserve.bench.engine.subject import Subject
 from pdserve.bench.report import Better, Figure, Row, Unit, measured
+from pdserve.config import KvCacheDtype
 from pdserve.engine.sampling.grammar_matcher import GrammarMatcher
 from pdserve.engine.sampling.sampler import sample
 from pdserve.engine.sampling.sampling_row import SamplingRow
+from pdserve.errors import ConfigError
 from pdserve.grammars.compiling import compile_grammar
 from pdserve.models.checkpoint.decoder_config import FamilyConfig
-from pdserve.models.rank_cache import KvGroup
+from pdserve.models.layer_groups import check_kv_dtype
+from pdserve.models.rank_cache import TORCH_DTYPES, KvGroup, RankCache
 from pdserve.models.recipe import ExpertsRecipe, LatentRecipe
 from pdserve.models.runner import StepRow
+from pdserve.models.tp.shares import ALONE
 from pdserve.wire.sampling_params import SamplingParams
 from pdserve_kernels import reference
 from pdserve_kernels.contract import (
@@ -337,13 +341,15 @@ def random_weight(shape: tuple[int, int], dtype: torch.dtype, device: torch.devi
 
 
 @torch.inference_mode()
-def attention_s(subject: Subject, rows: list[StepRow], budget_s: float) -> float:
+def attention_s(subject: Subject, rows: list[StepRow], budget_s: float, cache: RankCache | None = None) -> float:
     """Returns the time of planning the attention of a step with ``rows`` and computing it in every layer.
 
     Where the runner records decode steps, these layers are recorded too, and the time is that of a replay: the host
-    would take longer to launch them one by one than the GPU takes to compute them.
+    would take longer to launch them one by one than the GPU takes to compute them. ``cache`` takes the place of the
+    runner's.
     """
     runner, config = subject.runner, subject.config
+    groups = (runner.cache if cache is None else cache).attention
     tokens = sum(len(row.token_ids) for row in rows)
     shape = (tokens, config.heads, config.head_dim)
     query = torch.randn(shape, device=subject.device).to(subject.dtype)
@@ -361,21 +367,40 @@ def attention_s(subject: Subject, rows: list[StepRow], budget_s: float) -> float
         )
 
     def attend(plans: Sequence[Attention]) -> None:
-        for group, plan in zip(runner.cache.attention, plans, strict=True):
+        for group, plan in zip(groups, plans, strict=True):
             # The last layer of whole contexts may be one that steps do not compute.
             drafting = config.has_draft_layer and group.number == 0
             for layer in range(group.layout.num_layers - drafting):
                 plan(layer, query, key_value, group.blocks.spec.window or None)
 
     def call() -> None:
-        attend([planned(group) for group in runner.cache.attention])
+        attend([planned(group) for group in groups])
 
     if subject.graphs is None or any(len(row.token_ids) > 1 for row in rows):
         return seconds_of(call, subject.device, budget_s)
-    plans = [planned(group) for group in runner.cache.attention]
+    plans = [planned(group) for group in groups]
     graph = subject.graphs()
     graph.capture(partial(attend, plans))
     return seconds_of(graph.replay, subject.device, budget_s)
+
+
+_NEAR_ZERO = 0x70
+"""As a number and as an exponent in FP8: together 2 ** -8."""
+
+
+def fp8_attention_s(subject: Subject, rows: list[StepRow], budget_s: float) -> float | None:
+    """Returns ``attention_s`` with a KV cache in FP8, or None if the model has none."""
+    try:
+        check_kv_dtype(subject.config, KvCacheDtype.FP8)
+    except ConfigError:
+        return None
+    runner = subject.runner
+    dtype = next(dtype for dtype, known in TORCH_DTYPES.items() if known is subject.dtype)
+    counts = [group.count for group in runner.cache.groups]
+    shape = (runner.layout.block_size, counts, ALONE, subject.device)
+    cache = RankCache(subject.config, dtype, *shape, kv_dtype=KvCacheDtype.FP8)
+    cache.memory.fill_(_NEAR_ZERO)
+    return attention_s(subject, rows, budget_s, cache)
 
 
 @torch.inference_mode()

@@ -196,6 +196,7 @@ _STATE_MIB = (1, 16, 64)
 _GROUP_BLOCK_BYTES = 768 * 1024
 """Those of gpt-oss-20b in bf16, half of whose layers have a window."""
 _GROUP_BLOCKS = 128
+_HEAD_DIM = 64
 _GROUP_WINDOW = 128
 
 NOTES = (
@@ -340,6 +341,9 @@ def _group_rows(prefill: PrefillProcess, setup: TransferSetup, repeats: int, cop
     windowed = dataclasses.replace(whole, window=_GROUP_WINDOW)
     both = [moves(prefill, shape, _GROUP_BLOCKS, setup, repeats) for shape in (windowed, whole)]
     rows.append(window_row(*both))
+    _say("a KV cache in FP8")
+    fp8 = CacheShape(_GROUP_BLOCK_BYTES * (_HEAD_DIM + 1) // (2 * _HEAD_DIM), _GROUP_BLOCKS)
+    rows.append(fp8_row(moves(prefill, fp8, _GROUP_BLOCKS, setup, repeats), both[1]))
     return rows
 
 
@@ -458,6 +462,19 @@ def window_row(windowed: Mapping[Switch, Moves], whole: Mapping[Switch, Moves]) 
         Figure("both CPUs, window only : all blocks", mine.cpu_s / other.cpu_s, Unit.RATIO, Better.LOWER),
     )
     return Row("transfer of a prompt with windows", shape, figures)
+
+
+def fp8_row(fp8: Mapping[Switch, Moves], whole: Mapping[Switch, Moves]) -> Row:
+    """Returns a prompt whose keys and values are in FP8, beside one of as many tokens in bf16."""
+    way = Switch.ON if Switch.ON in whole else Switch.OFF
+    mine, other = fp8[way], whole[way]
+    figures = (
+        Figure("fetch in FP8", mine.median_s * 1e3, Unit.MS, Better.LOWER),
+        Figure("fetch in bf16", other.median_s * 1e3, Unit.MS, Better.LOWER),
+        Figure("FP8 : bf16", mine.median_s / other.median_s, Unit.RATIO, Better.LOWER),
+        Figure("both CPUs, FP8 : bf16", mine.cpu_s / other.cpu_s, Unit.RATIO, Better.LOWER),
+    )
+    return Row("transfer of a prompt in FP8", {"tokens": _GROUP_BLOCKS * BLOCK_TOKENS}, figures)
 
 
 def checksum_row(moved: Mapping[Switch, Moves], prefill_s: float) -> Row:
