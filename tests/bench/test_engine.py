@@ -18,12 +18,13 @@ from pdserve.bench.engine import benchmark
 from pdserve.bench.engine.benchmark import FakeDrafter
 from pdserve.bench.engine.lent_core_rows import Neighbour, lent_core_rows
 from pdserve.bench.engine.parts import Product, attention_s, products_of
-from pdserve.bench.engine.subject import Drafting, Shape, Steps, open_subject, write_random_model
+from pdserve.bench.engine.subject import Drafting, Shape, Steps, Stored, open_subject, write_random_model
 from pdserve.bench.report import Unit, changes, read_report, to_json
 from pdserve.config import Device, Dtype, ModelConfig, Switch
 from pdserve.config.bench import BenchEngineConfig, EngineBenchConfig
 from pdserve.errors import BenchError, ConfigError
 from pdserve.models.checkpoint.config_reading import read_family_config
+from pdserve.models.checkpoint.weights import Checkpoint
 from pdserve.models.recipe import ExpertsRecipe
 from pdserve.settings import cache_folder
 from pdserve_kernels.contract import BlockFormat
@@ -173,8 +174,13 @@ def test_a_model_in_blocks_is_measured_with_products_of_bytes(tmp_path: Path) ->
     assert prefill.figure("operations").value > decode.figure("operations").value
 
 
-def test_a_random_model_is_one_that_the_engine_runs(tmp_path: Path) -> None:
-    write_random_model(SHAPE, tmp_path)
+@pytest.mark.parametrize("stored", Stored)
+def test_a_random_model_is_one_that_the_engine_runs(stored: Stored, tmp_path: Path) -> None:
+    write_random_model(SHAPE, tmp_path, stored)
+    weight = Checkpoint(tmp_path, torch.float32, quantisation=read_family_config(tmp_path).quantisation).take(
+        "model.layers.0.mlp.up_proj.weight", (SHAPE.intermediate_size, SHAPE.hidden_size)
+    )
+    assert 0.01 < float(weight.std()) < 0.03
     steps = Steps(batches=(2,), contexts=(17,), chunks=(20,))
     subject = open_subject("random", tmp_path, ModelConfig(), 16, steps, TorchKernels)
     assert subject.config.vocab_size == 300

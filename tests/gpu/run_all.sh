@@ -92,7 +92,7 @@ from pdserve.bench.engine.subject import Shape, write_random_model
 write_random_model(Shape(576, 1536, 30, 9, 3, 64, 49_152), Path(sys.argv[1]))
 MODEL
 # Buffers of 4 GiB, so that what it takes to start a copy does not count.
-timeout 270 "$PYTHON" -m pdserve bench engine --model "$model" --served-model-name 135M-shaped --device cuda \
+timeout 390 "$PYTHON" -m pdserve bench engine --model "$model" --served-model-name 135M-shaped --device cuda \
     --batches 1,64 --contexts 1024 --chunks 512 --seconds 0.5 --copy-mib 4096 --json "$OUT/engine.json" || failed=1
 
 # From one process's GPU memory to another's, at the size of an 8B model's blocks of 16 tokens.

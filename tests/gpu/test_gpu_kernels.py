@@ -13,11 +13,12 @@ from pdserve.config import Dtype
 from pdserve.models.checkpoint.config_reading import read_decoder_config
 from pdserve.models.runner import CudaGraphs, StepRow
 from pdserve_kernels import reference
-from pdserve_kernels.contract import AttentionRow
+from pdserve_kernels.contract import AttentionRow, BlockFormat, BlockWeight
 from pdserve_kernels.host_copies import to_device
 from pdserve_kernels.kv_layout import KvLayout
 from pdserve_kernels.triton.cache_ops import gather_blocks, scatter_blocks
 from pdserve_kernels.triton.triton_kernels import TritonKernels
+from tests.kernels.random_blocks import HALVES, dequantised, random_blocks
 from tests.models.grouped_runner import GroupedRunner
 from tests.tiny_models import random_prompt, save_tiny_model
 
@@ -84,6 +85,43 @@ def test_attention_of_an_8b_model(
         )
         torch.testing.assert_close(got[at : at + span.new_tokens], wanted, rtol=2e-2, atol=2e-2)
         at += span.new_tokens
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q4_K", "Q6_K", "MXFP4", "NVFP4", "FP8", "Q8_0"])
+def test_products_of_an_8b_model_with_packed_weights(kind: str) -> None:
+    """Of one row to more than a program's, of many, and recorded, which nothing may interrupt by waiting."""
+    torch.manual_seed(0)
+    outputs, inputs, form = 4096, 14_336, BlockFormat[kind]
+    row = torch.from_numpy(usual_blocks(form, 64, inputs)).to(CUDA)
+    weight = BlockWeight(form, row.repeat(outputs // 64, 1))
+    linear = make_kernels().block_linear(weight)
+    numbers = linear.rows(torch.arange(outputs, device=CUDA))
+    wanted = dequantised(BlockWeight(form, weight.blocks[:64].cpu()))
+    torch.testing.assert_close(numbers[:64].cpu().float(), wanted, rtol=8e-3, atol=1e-5)
+    for rows in (1, 16, 64, 200, 1000):
+        x = torch.randn(rows, inputs, device=CUDA, dtype=torch.bfloat16)
+        plain = x.float() @ numbers.float().t()
+        assert (linear(x).float() - plain).norm() / plain.norm() < 0.01
+    x = torch.randn(16, inputs, device=CUDA, dtype=torch.bfloat16)
+    linear(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = linear(x)
+    x.copy_(torch.randn_like(x))
+    graph.replay()
+    assert torch.equal(out, linear(x))
+
+
+def usual_blocks(kind: BlockFormat, outputs: int, inputs: int) -> np.ndarray:
+    """Returns random blocks whose scales are all alike."""
+    blocks = random_blocks(kind, outputs, inputs, 0).blocks.numpy().reshape(outputs, -1, kind.block_bytes)
+    for at in HALVES[kind]:
+        blocks[..., at : at + 2] = np.array([0.01], np.float16).view(np.uint8)
+    if kind is BlockFormat.MXFP4:
+        blocks[..., 0] = 120
+    if kind in (BlockFormat.FP8, BlockFormat.NVFP4):
+        blocks[..., :4] = np.array([0.01], np.float32).view(np.uint8)
+    return blocks.reshape(outputs, -1)
 
 
 def test_blocks_survive_a_trip_through_page_locked_memory(cache: torch.Tensor) -> None:

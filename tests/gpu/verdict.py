@@ -31,6 +31,7 @@ class Target:
         return value >= self.bound if self.better is Better.HIGHER else value <= self.bound
 
 
+PACKED = ("16 layers 8B-shaped in 4 bits", "16 layers 8B-shaped in FP8")
 TARGETS = (
     Target(
         "decode attention, share of the copy bandwidth",
@@ -71,6 +72,29 @@ TARGETS = (
         "engine : ucx_perftest",
         0.8,
         Better.HIGHER,
+    ),
+    *(
+        Target(
+            f"decode step of {batch}, {model}, times (weights + KV) / bandwidth",
+            "decode step",
+            {"model": model, "batch": batch},
+            "step : least",
+            1.4,
+            Better.LOWER,
+        )
+        for model in PACKED
+        for batch in (1, 16, 64)
+    ),
+    *(
+        Target(
+            f"prefill of 8192 tokens, {model}, share of the product rate",
+            "prefill step",
+            {"model": model, "chunk": 8192},
+            "rate : matrix product",
+            0.5,
+            Better.HIGHER,
+        )
+        for model in PACKED
     ),
 )
 

@@ -8,7 +8,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -32,7 +32,16 @@ from pdserve.bench.engine.parts import (
     sampling_s,
     seconds_of,
 )
-from pdserve.bench.engine.subject import LLAMA_8B, Drafting, Shape, Steps, Subject, open_subject, write_random_model
+from pdserve.bench.engine.subject import (
+    LLAMA_8B,
+    Drafting,
+    Shape,
+    Steps,
+    Stored,
+    Subject,
+    open_subject,
+    write_random_model,
+)
 from pdserve.bench.report import Better, Figure, Report, Row, Unit, chip_name, this_machine
 from pdserve.config import Switch
 from pdserve.config.bench import BenchEngineConfig
@@ -52,6 +61,9 @@ _LARGE_STEPS = Steps(
     chunks=(1024, 8192),
     drafting=Drafting(requests=(1, 16, 64), rows=(2, 4, 8), context=1024, acceptances=(0.0, 0.5, 0.9)),
 )
+_PART, _SHORT_8B = "16 layers 8B-shaped", replace(LLAMA_8B, num_hidden_layers=16, vocab_size=16_384)
+"""What is quantised: a CPU repacks some hundred million numbers a second, and all layers of a model are alike."""
+_SHORT_STEPS = Steps(batches=(1, 16, 64), contexts=(1024,), chunks=(8192,))
 _NOTES = (
     "medians; TPOT is a step and the greedy choice of its tokens, without HTTP",
     "plain torch is torch.nn.functional.linear on the same shapes with random weights, a different one in every layer; "
@@ -104,6 +116,9 @@ def run(
     del subject
     if device.type == "cuda":
         rows += random_model_rows(config, _LARGE, LLAMA_8B, _LARGE_STEPS, cpu_kernels)
+        for stored in (Stored.INT4, Stored.FP8):
+            name = f"{_PART} in {stored.value}"
+            rows += random_model_rows(config, name, _SHORT_8B, _SHORT_STEPS, cpu_kernels, stored)
     elif torch.cuda.is_available():
         dtype = TORCH_DTYPES[config.model.dtype]
         rows.append(measure(torch.device("cuda"), dtype, config.engine.copy_mib, config.engine.seconds).row())
@@ -119,12 +134,17 @@ def host_report(
 
 
 def random_model_rows(
-    config: BenchEngineConfig, name: str, shape: Shape, steps: Steps, cpu_kernels: Callable[[], Kernels]
+    config: BenchEngineConfig,
+    name: str,
+    shape: Shape,
+    steps: Steps,
+    cpu_kernels: Callable[[], Kernels],
+    stored: Stored = Stored.BF16,
 ) -> list[Row]:
     """Returns the same measurements of a model of ``shape`` with random weights."""
     with tempfile.TemporaryDirectory(prefix="pdserve-bench-") as made:
         _say(f"{name}: writing random weights")
-        write_random_model(shape, Path(made))
+        write_random_model(shape, Path(made), stored)
         subject = open_subject(name, Path(made), config.model, config.engine.block_size, steps, cpu_kernels)
     return list(subject_rows(config, subject, steps))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -232,9 +233,33 @@ class Shape:
 LLAMA_8B = Shape(4096, 14_336, 32, 32, 8, 128, 128_256)
 
 
-def write_random_model(shape: Shape, folder: Path) -> None:
-    """Writes a Hugging Face folder in bf16, with one file for each layer; ``LLAMA_8B`` takes 16 GB."""
-    config = {
+class Stored(enum.Enum):
+    """How a random model's matrices but its embedding and head are stored."""
+
+    BF16 = "bf16"
+    INT4 = "4 bits"
+    """As compressed-tensors has them, with a scale for 128 inputs."""
+    FP8 = "FP8"
+    """In e4m3, with a scale for 128 × 128 numbers."""
+
+
+_GROUP = 128
+_QUANTISATION: Mapping[Stored, Mapping[str, object]] = {
+    Stored.INT4: {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "ignore": ["lm_head"],
+        "config_groups": {
+            "0": {"weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": _GROUP}},
+        },
+    },
+    Stored.FP8: {"quant_method": "fp8", "weight_block_size": [_GROUP, _GROUP], "fmt": "e4m3"},
+}
+
+
+def write_random_model(shape: Shape, folder: Path, stored: Stored = Stored.BF16) -> None:
+    """Writes a Hugging Face folder, with one file for each layer; ``LLAMA_8B`` takes 16 GB in bf16."""
+    config: dict[str, object] = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "hidden_act": "silu",
@@ -246,13 +271,18 @@ def write_random_model(shape: Shape, folder: Path) -> None:
         "eos_token_id": 2,
         **asdict(shape),
     }
+    if stored is not Stored.BF16:
+        config["quantization_config"] = _QUANTISATION[stored]
     (folder / "config.json").write_text(json.dumps(config))
-    pattern = torch.randn(_PATTERN, generator=torch.Generator().manual_seed(0)).mul_(0.02).to(torch.bfloat16)
+    numbers = torch.randn(_PATTERN, generator=torch.Generator().manual_seed(0))
     files = {}
     for number, tensors in enumerate(_shards(shape)):
         file = f"model-{number:05}.safetensors"
-        save_file({name: _filled(pattern, size) for name, size in tensors.items()}, folder / file)
-        files.update(dict.fromkeys(tensors, file))
+        made: dict[str, torch.Tensor] = {}
+        for name, size in tensors.items():
+            made |= _stored(name, numbers, size, stored if name.endswith("proj.weight") else Stored.BF16)
+        save_file(made, folder / file)
+        files.update(dict.fromkeys(made, file))
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
 
 
@@ -280,8 +310,28 @@ def _shards(shape: Shape) -> Iterator[dict[str, tuple[int, ...]]]:
         yield {f"model.layers.{index}.{name}.weight": size for name, size in layer.items()}
 
 
-def _filled(pattern: torch.Tensor, size: tuple[int, ...]) -> torch.Tensor:
+def _stored(name: str, numbers: torch.Tensor, size: tuple[int, ...], stored: Stored) -> dict[str, torch.Tensor]:
+    """Returns the tensors of one weight, whose numbers have a deviation of some 0.02."""
     if len(size) == 1:
-        return torch.ones(size, dtype=pattern.dtype)
+        return {name: torch.ones(size, dtype=torch.bfloat16)}
+    outputs, inputs = size
+    groups = -(-inputs // _GROUP)
+    match stored:
+        case Stored.BF16:
+            return {name: _filled(numbers.mul(0.02).to(torch.bfloat16), size)}
+        case Stored.FP8:
+            scales = torch.full((-(-outputs // _GROUP), groups), 0.02)
+            return {name: _filled(numbers.to(torch.float8_e4m3fn), size), f"{name}_scale_inv": scales}
+        case Stored.INT4:
+            # The bits of random numbers in fp32 are random where their last ones are.
+            words = numbers.view(torch.int32) ^ numbers.view(torch.int32).roll(1) << 16
+            return {
+                f"{name}_packed": _filled(words, (outputs, inputs // 8)),
+                f"{name}_scale": torch.full((outputs, groups), 0.004, dtype=torch.bfloat16),
+                f"{name}_shape": torch.tensor(size),
+            }
+
+
+def _filled(pattern: torch.Tensor, size: tuple[int, ...]) -> torch.Tensor:
     count = size[0] * size[1]
     return pattern.repeat(-(-count // len(pattern)))[:count].view(size)
