@@ -122,6 +122,11 @@ class BlockFormat(enum.IntEnum):
     def block_bytes(self) -> int:
         return _BLOCKS[self][1]
 
+    @property
+    def read_bytes(self) -> int:
+        """The bytes of a block, but for what all blocks of a row have alike."""
+        return self.block_bytes - 4 if self is BlockFormat.NVFP4 else self.block_bytes
+
 
 BLOCK_FORMATS = frozenset(kind for kind in BlockFormat if kind < BlockFormat.FP8)
 """The formats that GGUF files have. Others are made when a folder is read, for a GPU alone."""

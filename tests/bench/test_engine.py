@@ -153,6 +153,7 @@ def test_weights_in_blocks_count_as_they_are(tmp_path: Path) -> None:
         Product(keys, hidden, BlockFormat.Q4_1),
     )
     assert products.layers[0][0].nbytes(torch.bfloat16) == together * hidden // 32 * 34
+    assert Product(64, 256, BlockFormat.NVFP4).nbytes(torch.bfloat16) == 64 * 256 * 4.5 / 8
     assert products.layers[1] == products_of(config, {}).layers[1]
     assert products.head == Product(config.vocab_size, hidden, BlockFormat.Q8_0)
 

@@ -170,7 +170,7 @@ class Product:
         """Returns the bytes of the weight, which is in ``dtype`` if it is not in blocks."""
         if self.format is None:
             return self.parameters * dtype.itemsize
-        return self.outputs * (self.inputs // self.format.elements) * self.format.block_bytes
+        return self.outputs * (self.inputs // self.format.elements) * self.format.read_bytes
 
 
 @dataclass(frozen=True, slots=True)
