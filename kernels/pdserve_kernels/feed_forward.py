@@ -68,6 +68,8 @@ CLAMPED_SLOPE, CLAMPED_AT = 1.702, 7.0
 
 
 class Activation(enum.Enum):
+    """A function of each number. With gates, what a gate becomes is multiplied by its up."""
+
     SILU = "silu"
     GELU = "gelu"
     GELU_TANH = "gelu_tanh"
@@ -76,3 +78,5 @@ class Activation(enum.Enum):
     XIELU = "xielu"
     CLAMPED_SILU = "clamped_silu"
     """``gate * sigmoid(CLAMPED_SLOPE * gate) * (up + 1)``, of a gate up to ``CLAMPED_AT``, and an up within it."""
+    SIGMOID = "sigmoid"
+    SOFTPLUS = "softplus"

@@ -65,18 +65,6 @@ def projected(
     return query, torch.stack((key, value))
 
 
-def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """Returns ``silu(gate) * up`` for ``[tokens, 2 * width]``."""
-    gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate) * up
-
-
-def gelu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """Returns ``gelu(gate) * up`` for ``[tokens, 2 * width]``, with the tanh approximation of gelu."""
-    gate, up = gate_up.chunk(2, dim=-1)
-    return F.gelu(gate, approximate="tanh") * up
-
-
 def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:
     return F.gelu(x, approximate="tanh")
 
@@ -91,11 +79,13 @@ _ALONE: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     Activation.GELU_TANH: _gelu_tanh,
     Activation.RELU: F.relu,
     Activation.RELU_SQUARED: _relu_squared,
+    Activation.SIGMOID: torch.sigmoid,
+    Activation.SOFTPLUS: F.softplus,
 }
 
 
 def activated(inner: torch.Tensor, activation: Activation, *, gated: bool) -> torch.Tensor:
-    """Returns ``activation(gate) * up`` for ``[tokens, 2 * width]``, or without gates ``activation(inner)``."""
+    """Returns ``activation(gate) * up`` for ``[..., 2 * width]``, or without gates ``activation(inner)``."""
     if not gated:
         return _ALONE[activation](inner)
     gate, up = inner.chunk(2, -1)

@@ -18,6 +18,7 @@ from pdserve_kernels.contract import AttentionRow
 from pdserve_kernels.cpu.compiled_kernels import CompiledKernels
 from pdserve_kernels.cpu.library import Library
 from pdserve_kernels.cpu.torch_kernels import TorchKernels
+from pdserve_kernels.feed_forward import Activation
 from pdserve_kernels.kv_layout import KvLayout
 
 
@@ -74,7 +75,7 @@ def test_what_does_not_fit_is_refused_before_memory_is_touched(compiled: Compile
     with pytest.raises(ValueError, match="cannot be added"):
         compiled.add_rms_norm(x, torch.randn(3, 8), torch.randn(8), 1e-5)
     with pytest.raises(TypeError, match="float64"):
-        compiled.silu_and_mul(x.double())
+        compiled.activated(x.double(), Activation.SILU, gated=True)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from pdserve_kernels import reference
 from pdserve_kernels.contract import AttentionRow, HeadNorms, Kernels
 from pdserve_kernels.cpu import torch_kernels
 from pdserve_kernels.cpu.compiled_kernels import CompiledKernels, CompiledLinear
+from pdserve_kernels.feed_forward import Activation
 from pdserve_kernels.kv_layout import KvLayout
 from tests.examples import examples
 from tests.kernels.shared_tables import check_shared_table, every_number, random_cache, spoil
@@ -55,8 +56,11 @@ def test_norms(kernels: Kernels, rows: int, width: int, dtype: torch.dtype, seed
 def test_activations(kernels: Kernels, rows: int, width: int, dtype: torch.dtype, spread: float, seed: int) -> None:
     torch.manual_seed(seed)
     gate_up = (torch.randn(rows, 2 * width) * spread).to(dtype)
-    close(kernels.silu_and_mul(gate_up), reference.silu_and_mul(gate_up.float()), dtype)
-    close(kernels.gelu_and_mul(gate_up), reference.gelu_and_mul(gate_up.float()), dtype)
+    for activation in Activation:
+        for gated in (True, False):
+            if activation is not Activation.XIELU and (gated or activation is not Activation.CLAMPED_SILU):
+                wanted = reference.activated(gate_up.float(), activation, gated=gated)
+                close(kernels.activated(gate_up, activation, gated=gated), wanted, dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -67,7 +71,7 @@ def test_what_is_not_finite_stays_in_its_row(kernels: Kernels, dtype: torch.dtyp
     spoilt = [
         kernels.rms_norm(x, weight, EPS),
         kernels.add_rms_norm(x, torch.zeros_like(x), weight, EPS)[0],
-        kernels.silu_and_mul(x),
+        kernels.activated(x, Activation.SILU, gated=True),
         kernels.linear(torch.randn(7, 34).to(dtype))(x),
     ]
     for out in spoilt:

@@ -20,6 +20,7 @@ from pdserve.models.checkpoint.config_reading import read_decoder_config
 from pdserve.models.runner import ModelRunner, StepRow
 from pdserve_kernels.contract import AttentionRow, BlockFormat
 from pdserve_kernels.cpu.compiled_kernels import CompiledKernels, LentCores
+from pdserve_kernels.feed_forward import Activation
 from pdserve_kernels.kv_layout import KvLayout
 from tests.core_words import write
 from tests.eventually import eventually
@@ -274,7 +275,7 @@ def every_kernel(compiled: CompiledKernels) -> Callable[[], list[torch.Tensor]]:
             blocks(block_x),
             blocks.rows(ids),
             compiled.rms_norm(wide, weight, 1e-5),
-            compiled.silu_and_mul(gate_up),
+            compiled.activated(gate_up, Activation.SILU, gated=True),
             attended,
             own,
         ]

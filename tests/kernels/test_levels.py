@@ -13,6 +13,7 @@ from pdserve.compiled_library import build_ahead
 from pdserve_kernels import reference
 from pdserve_kernels.cpu.compiled_kernels import CompiledKernels
 from pdserve_kernels.cpu.library import CPU_KERNELS, LEVELS
+from pdserve_kernels.feed_forward import Activation
 
 INSTRUCTIONS = {
     "x86-64-v4-vnni-bf16": "avx512_bf16",
@@ -54,7 +55,11 @@ def test_each_level_computes_the_same(tmp_path: Path, monkeypatch: pytest.Monkey
                 product = kernels.linear(weight.to(dtype))(x.to(dtype)).float()
                 torch.testing.assert_close(product, x @ weight.T, rtol=0, atol=tolerance)
             torch.testing.assert_close(kernels.rms_norm(x, scale, 1e-5), reference.rms_norm(x, scale, 1e-5))
-            torch.testing.assert_close(kernels.silu_and_mul(gate_up), reference.silu_and_mul(gate_up))
+            for activation in (Activation.SILU, Activation.SOFTPLUS):
+                torch.testing.assert_close(
+                    kernels.activated(gate_up, activation, gated=True),
+                    reference.activated(gate_up, activation, gated=True),
+                )
             seen.append(level.name)
     if "avx2" in own:
         assert "x86-64-v3" in seen

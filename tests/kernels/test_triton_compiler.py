@@ -171,8 +171,8 @@ def test_every_op_of_an_8b_model(launches: list[Launch]) -> None:
     kernels.add_rms_norm(x, x, weight, 1e-5)
     kernels.rotary(x.view(3, 32, 128), x[:, :64], x[:, :64])
     gate_up = torch.empty(3, 2 * 14336, dtype=torch.bfloat16)
-    kernels.silu_and_mul(gate_up)
-    kernels.gelu_and_mul(gate_up)
+    for activation in (Activation.SILU, Activation.GELU_TANH):
+        kernels.activated(gate_up, activation, gated=True)
     cache, blocks = torch.empty(4, 8, 32, 2, 16, 128, dtype=torch.bfloat16), torch.empty(2, dtype=torch.int32)
     planned = kernels.plan_attention(layout, cache, [AttentionRow(1, 1, [0])], 32, 0.1)
     planned(0, x.view(3, 32, 128)[:1], torch.empty(2, 1, 8, 128, dtype=torch.bfloat16))
@@ -292,7 +292,7 @@ def test_programs_fit_the_shared_memory_of_each_kind_of_gpu(
     kernels.add_rms_norm(width, width, width[0], 1e-5)
     kernels.rms_norm(width, width[0], 1e-5)
     kernels.rotary(width.view(3, -1, head_dim), width[:, : head_dim // 2], width[:, : head_dim // 2])
-    kernels.silu_and_mul(width)
+    kernels.activated(width, Activation.SILU, gated=True)
     assert len(needs) == 8
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import partial
 from pathlib import Path
 
@@ -17,12 +18,21 @@ from pdserve.models.checkpoint.config_reading import read_decoder_config
 from pdserve.models.checkpoint.decoder_config import FamilyConfig
 from pdserve.models.runner import ModelRunner, StepRow
 from pdserve.models.table import FAMILIES
+from pdserve.settings import cache_folder
+from pdserve_kernels.cpu.compiled_kernels import CompiledKernels, CompiledLinear
 from pdserve_kernels.cpu.torch_kernels import TorchKernels
 from tests.models.greedy import small_runner
+from tests.models.grouped_runner import GroupedRunner
 from tests.models.rank_program import Case
 from tests.models.test_tensor_parallel import computed
 from tests.models.tiny_families import CASES, LONG_ROPE, families_without_a_case, save_tiny
 from tests.tiny_models import reference_logits
+
+
+@pytest.fixture(scope="module")
+def compiled() -> CompiledKernels:
+    return CompiledKernels(cache_folder(os.environ))
+
 
 PROMPT = [(7 * i * i + 11 * i) % 509 + 3 for i in range(41)]
 CHUNKS = (17, 3, 21)
@@ -48,6 +58,38 @@ def test_every_logit_is_that_of_transformers(tmp_path: Path, case: str) -> None:
     torch.testing.assert_close(found, wanted, rtol=0, atol=tolerance)
     single = torch.cat([runner.run([StepRow(PROMPT[i : i + 1], i, range(16, 32), True)]) for i in range(len(PROMPT))])
     torch.testing.assert_close(single, wanted, rtol=0, atol=tolerance)
+
+
+UNEVEN = ("falcon-h1", "gemma4-shared", "jamba", "qwen3-next-dense")
+"""Numbers of gates, steps and inputs of a product that are no whole vectors."""
+
+
+@pytest.mark.parametrize(
+    "case", [*UNEVEN, *(pytest.param(case, marks=pytest.mark.nightly) for case in sorted(CASES.keys() - UNEVEN))]
+)
+def test_a_row_has_the_same_bits_beside_others_and_when_it_is_replayed(
+    tmp_path: Path, compiled: CompiledKernels, case: str
+) -> None:
+    if not isinstance(compiled.linear(torch.zeros(32, 32)), CompiledLinear):
+        pytest.skip("this CPU has no AVX2")
+    folder = save_tiny(case, tmp_path)
+    runner = GroupedRunner(folder, read_decoder_config(folder), Dtype.FP32, 4, 64, 128, compiled)
+    table = range(16)
+
+    def prompt() -> None:
+        runner.run([StepRow(PROMPT[:11], 0, table, False)])
+
+    def step(at: int, *others: int) -> torch.Tensor:
+        beside = [StepRow([PROMPT[at + other]], at - 11, range(16 * other, 16 * other + 4), True) for other in others]
+        return runner.run([*beside, StepRow([PROMPT[at]], at, table, True)])[-1]
+
+    prompt()
+    alone = torch.stack([step(at) for at in range(11, 20)])
+    for others in [(1,), (1, 2), (1, 2, 3)]:
+        prompt()
+        assert torch.equal(torch.stack([step(at, *others) for at in range(11, 20)]), alone)
+    prompt()
+    assert torch.equal(runner.run([StepRow([PROMPT[at]], at, table, True) for at in range(11, 20)]), alone)
 
 
 @pytest.mark.parametrize("length", [31, 32, 33, 41])

@@ -12,13 +12,15 @@ from pdserve_kernels.cpu.library import CExpert, CExpertRows, CExperts, CExpertW
 from pdserve_kernels.cpu.weight_memory import LINE, FilledMemory
 from pdserve_kernels.feed_forward import Activation, GroupScore, Routing, Scoring
 
-_ACTIVATIONS = {
+ACTIVATIONS = {
     Activation.SILU: 0,
     Activation.GELU_TANH: 1,
     Activation.GELU: 2,
     Activation.RELU: 3,
     Activation.RELU_SQUARED: 4,
     Activation.CLAMPED_SILU: 5,
+    Activation.SIGMOID: 6,
+    Activation.SOFTPLUS: 7,
 }
 """The numbers of csrc/experts.cpp."""
 _SCORINGS = {
@@ -109,7 +111,7 @@ class CompiledExperts:
             hidden=form.hidden,
             channels=form.channels,
             chosen=form.routing.chosen,
-            activation=_ACTIVATIONS[form.activation],
+            activation=ACTIVATIONS[form.activation],
             weighs_inputs=form.weighs_inputs,
         )
 

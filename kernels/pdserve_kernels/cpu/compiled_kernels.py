@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 
 from pdserve.compiled_library import built_library
 from pdserve_kernels import reference
@@ -32,10 +33,11 @@ from pdserve_kernels.contract import (
 )
 from pdserve_kernels.cpu import compiled_states
 from pdserve_kernels.cpu.compiled_attention import CompiledAttention
-from pdserve_kernels.cpu.compiled_experts import CompiledExperts, computes
+from pdserve_kernels.cpu.compiled_experts import ACTIVATIONS, CompiledExperts, computes
 from pdserve_kernels.cpu.library import CPU_KERNELS, Library
 from pdserve_kernels.cpu.torch_kernels import LoopedExperts, PackedLinear
 from pdserve_kernels.cpu.weight_memory import FilledMemory, WeightMemory
+from pdserve_kernels.feed_forward import Activation
 from pdserve_kernels.kv_layout import KvLayout
 
 
@@ -50,13 +52,16 @@ class CompiledLinear:
         """Packs ``weight``, for which ``fits`` returns True, unless ``memory`` has it."""
         self._run = library.linear
         self._outer, self._inner = weight.shape
+        self._odd = self._inner % 2
+        """An odd number of inputs has one more, which is 0: the kernel multiplies pairs."""
+        inner = self._inner + self._odd
 
         def pack(panels: torch.Tensor) -> None:
-            read = weight.read().contiguous()
-            library.pack_linear(_bf16(read), read.data_ptr(), panels.data_ptr(), self._inner, self._outer)
+            read = F.pad(weight.read(), (0, self._odd)).contiguous()
+            library.pack_linear(_bf16(read), read.data_ptr(), panels.data_ptr(), inner, self._outer)
 
         columns = -(-self._outer // library.linear_columns) * library.linear_columns
-        self._panels = memory.filled(weight.key, columns * self._inner * weight.dtype.itemsize, pack)
+        self._panels = memory.filled(weight.key, columns * inner * weight.dtype.itemsize, pack)
         self._bias = None if bias is None else bias.to(weight.dtype).contiguous()
         self._dtype = weight.dtype
         self._panels_at = self._panels.data_ptr()
@@ -66,12 +71,10 @@ class CompiledLinear:
         if x.dtype is not self._dtype or x.dim() != 2 or x.shape[1] != self._inner:
             own = f"{self._inner} {self._dtype} inputs"
             raise ValueError(f"a linear layer of {own} was given {x.dtype} {tuple(x.shape)}")
-        x = x.contiguous()
-        rows = x.shape[0]
+        x = F.pad(x, (0, 1)) if self._odd else x.contiguous()
+        rows, inner = x.shape
         out = torch.empty((rows, self._outer), dtype=x.dtype)
-        self._run(
-            _bf16(x), x.data_ptr(), self._panels_at, self._bias_at, out.data_ptr(), rows, self._inner, self._outer
-        )
+        self._run(_bf16(x), x.data_ptr(), self._panels_at, self._bias_at, out.data_ptr(), rows, inner, self._outer)
         return out
 
 
@@ -90,7 +93,7 @@ class CompiledHeadLinear:
 
 def fits(library: Library, weight: torch.Tensor | UnreadWeight) -> bool:
     """Returns whether the compiled kernel computes with this weight on this CPU."""
-    return library.linear_columns > 0 and weight.dtype in (torch.bfloat16, torch.float32) and weight.shape[1] % 2 == 0
+    return library.linear_columns > 0 and weight.dtype in (torch.bfloat16, torch.float32)
 
 
 class CompiledBlockLinear:
@@ -242,11 +245,14 @@ class CompiledKernels:
         )
         return out, total
 
-    def silu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        return self._act_and_mul(gate_up, gelu=False)
-
-    def gelu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        return self._act_and_mul(gate_up, gelu=True)
+    def activated(self, inner: torch.Tensor, activation: Activation, *, gated: bool) -> torch.Tensor:
+        """Computes ``reference.activated``. A number's result does not depend on where it stands, as torch's does."""
+        inner = inner.contiguous()
+        width = inner.shape[-1] // 2 if gated else inner.shape[-1]
+        out = inner.new_empty((*inner.shape[:-1], width))
+        number, rows = ACTIVATIONS[activation], out.numel() // max(1, width)
+        self._library.activate(_bf16(inner), number, gated, inner.data_ptr(), rows, width, out.data_ptr())
+        return out
 
     def plan_attention(
         self,
@@ -258,14 +264,6 @@ class CompiledKernels:
         cap: float | None = None,
     ) -> CompiledAttention:
         return CompiledAttention(self._library, layout, cache, rows, heads, scale, cap)
-
-    def _act_and_mul(self, gate_up: torch.Tensor, *, gelu: bool) -> torch.Tensor:
-        gate_up = gate_up.contiguous()
-        width = gate_up.shape[-1] // 2
-        out = gate_up.new_empty((*gate_up.shape[:-1], width))
-        rows = gate_up.numel() // (2 * width)
-        self._library.act_and_mul(_bf16(gate_up), gelu, gate_up.data_ptr(), rows, width, out.data_ptr())
-        return out
 
 
 def _packers_digest() -> str:

@@ -181,7 +181,7 @@ class CExpertRows(ctypes.Structure):
 
 _FUNCTIONS: dict[str, list[type[Any]]] = {
     "pdserve_rms_norm": [_INT, _POINTER, _POINTER, _POINTER, ctypes.c_float, _LONG, _LONG, _POINTER, _POINTER],
-    "pdserve_act_and_mul": [_INT, _INT, _POINTER, _LONG, _LONG, _POINTER],
+    "pdserve_activate": [_INT, _INT, _INT, _POINTER, _LONG, _LONG, _POINTER],
     "pdserve_ask_for_large_pages": [_POINTER, _LONG],
     "pdserve_pack_linear": [_INT, _POINTER, _POINTER, _LONG, _LONG],
     "pdserve_linear": [_INT, _POINTER, _POINTER, _POINTER, _POINTER, _LONG, _LONG, _LONG],
@@ -225,7 +225,7 @@ class Library:
         except (OSError, AttributeError) as exc:
             raise BuildError(f"the compiled CPU kernels cannot be loaded: {exc}") from exc
         self.rms_norm = library.pdserve_rms_norm
-        self.act_and_mul = library.pdserve_act_and_mul
+        self.activate = library.pdserve_activate
         self.ask_for_large_pages = library.pdserve_ask_for_large_pages
         self.pack_linear = library.pdserve_pack_linear
         self.linear = library.pdserve_linear

@@ -25,7 +25,7 @@ from pdserve_kernels.triton.paged_attention import launch_fitting
 from pdserve_kernels.triton.token_ops import sigmoid
 
 _SCORINGS = {Scoring.SOFTMAX: 0, Scoring.SOFTMAX_OF_CHOSEN: 1, Scoring.SIGMOID: 2, Scoring.SIGMOID_OF_CHOSEN: 3}
-_ACTIVATIONS = {
+ACTIVATIONS = {
     Activation.SILU: 0,
     Activation.GELU_TANH: 1,
     Activation.GELU: 2,
@@ -540,7 +540,7 @@ class TritonExperts:
         columns = min(COLUMNS, max(16, triton.next_power_of_2(form.channels)))
         grid = (triton.cdiv(form.channels, columns), len(by_expert.tiles))
         extra = (self._inner_bias, factors, by_expert.order, by_expert.tiles, middle)
-        rule = (form.routing.chosen, form.gated, form.weighs_inputs, _ACTIVATIONS[form.activation])
+        rule = (form.routing.chosen, form.gated, form.weighs_inputs, ACTIVATIONS[form.activation])
         if stack.packed is None:
             launch_fitting(
                 _inner_kernel,

@@ -155,7 +155,7 @@ def sigmoid(x):
 
 
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """Computes ``reference.silu_and_mul``."""
+    """Computes ``reference.activated`` for SILU, with gates."""
     gate_up, out = gate_up.contiguous(), _half(gate_up)
     if out.numel():
         _silu_and_mul_kernel[_activation_grid(out)](gate_up, out, out.shape[1], ACTIVATION_BLOCK)
@@ -163,7 +163,7 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 def gelu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """Computes ``reference.gelu_and_mul``."""
+    """Computes ``reference.activated`` for GELU_TANH, with gates."""
     gate_up, out = gate_up.contiguous(), _half(gate_up)
     if out.numel():
         _gelu_and_mul_kernel[_activation_grid(out)](gate_up, out, out.shape[1], ACTIVATION_BLOCK)

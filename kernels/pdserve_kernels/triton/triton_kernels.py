@@ -25,6 +25,7 @@ from pdserve_kernels.contract import (
     check_window,
     widest_window,
 )
+from pdserve_kernels.feed_forward import Activation
 from pdserve_kernels.kv_layout import KvLayout
 from pdserve_kernels.triton.attention_plan import SpanTables, plan_step
 from pdserve_kernels.triton.block_ops import TritonBlockLinear
@@ -146,12 +147,17 @@ class TritonKernels:
     rms_norm = staticmethod(rms_norm)
     add_rms_norm = staticmethod(add_rms_norm)
     rotary = staticmethod(rotary)
-    silu_and_mul = staticmethod(silu_and_mul)
-    gelu_and_mul = staticmethod(gelu_and_mul)
     causal_conv = staticmethod(causal_conv)
     gated_delta_rule = staticmethod(gated_delta_rule)
     mamba2_scan = staticmethod(mamba2_scan)
     mamba_scan = staticmethod(mamba_scan)
+
+    @staticmethod
+    def activated(inner: torch.Tensor, activation: Activation, *, gated: bool) -> torch.Tensor:
+        known = {Activation.SILU: silu_and_mul, Activation.GELU_TANH: gelu_and_mul}.get(activation)
+        if known is None or not gated:
+            return reference.activated(inner, activation, gated=gated)
+        return known(inner.flatten(0, -2)).view(*inner.shape[:-1], -1)
 
     def __init__(self, processors: int) -> None:
         """Makes the set for a GPU with ``processors`` streaming multiprocessors, which a launch should fill."""

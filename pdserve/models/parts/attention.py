@@ -9,11 +9,13 @@ import torch.nn.functional as F
 
 from pdserve.models.checkpoint.decoder_config import FamilyConfig
 from pdserve.models.checkpoint.weights import Rows
+from pdserve.models.parts.feed_forward import gated
 from pdserve.models.parts.projections import Building, Projection, RowParallel, column_parallel
 from pdserve.models.parts.rotary import PositionTables, channel_order
 from pdserve.models.recipe import AttentionRecipe, Fusion, HeadNorm, Norm, NormKind, NormScope
 from pdserve.models.tp.shares import kv_share, share, spread
 from pdserve_kernels.contract import Attention, HeadNorms
+from pdserve_kernels.feed_forward import Activation
 
 QUERY, KEY, VALUE = range(3)
 
@@ -77,7 +79,7 @@ class SelfAttention:
         else:
             attended = self._attended(qkv, tables, attention, self._apart)
         if self._gates:
-            attended = attended * gate.sigmoid()
+            attended = gated(self._kernels, gate, attended, Activation.SIGMOID)
         return self._out(attended.reshape(tokens, -1))
 
     def _attended(

@@ -5,14 +5,15 @@ from __future__ import annotations
 from itertools import chain
 
 import torch
-import torch.nn.functional as F
 
 from pdserve.models.checkpoint.decoder_config import FamilyConfig
 from pdserve.models.checkpoint.weights import Columns, joined_columns
+from pdserve.models.parts.feed_forward import gated
 from pdserve.models.parts.projections import Building, Projection, RowParallel, column_parallel
 from pdserve.models.recipe import DeltaNetRecipe
 from pdserve.models.tp.shares import share, spread
 from pdserve_kernels.contract import StateRuns
+from pdserve_kernels.feed_forward import Activation
 
 
 class DeltaNet:
@@ -56,16 +57,21 @@ class DeltaNet:
             runs,
             silu=True,
         )
-        decay = self._rate * F.softplus(step.float() + self._step_bias)
+        activated = self._kernels.activated
+        decay = self._rate * activated(step.float() + self._step_bias, Activation.SOFTPLUS, gated=False)
         shape = (tokens, heads, recipe.group)
         matrices = state[..., before:].view(-1, heads, recipe.group, recipe.key_dim, recipe.value_dim)
         found = self._kernels.gated_delta_rule(
-            convolved, decay.view(shape), beta.sigmoid().float().reshape(shape), matrices, runs
+            convolved,
+            decay.view(shape),
+            activated(beta, Activation.SIGMOID, gated=False).float().reshape(shape),
+            matrices,
+            runs,
         )
         rows = found.reshape(-1, recipe.value_dim)
         normed = self._kernels.rms_norm(rows, self._norm, self._eps)
-        gated = normed.float() * F.silu(gate.reshape(rows.shape).float())
-        by_head = gated.to(x.dtype).view(tokens, heads, recipe.group, recipe.value_dim)
+        found = gated(self._kernels, gate.reshape(rows.shape).float(), normed.float(), Activation.SILU)
+        by_head = found.to(x.dtype).view(tokens, heads, recipe.group, recipe.value_dim)
         return self._out((by_head.transpose(1, 2) if recipe.tiled else by_head).reshape(tokens, -1))
 
 

@@ -13,6 +13,7 @@ from pdserve.models.parts.projections import Building, column_weights
 from pdserve.models.recipe import ExpertsRecipe, MlpBesideExperts, MlpRecipe, Norm
 from pdserve.models.tp.shares import expert_share
 from pdserve_kernels.contract import ExpertsForm, ExpertWeights
+from pdserve_kernels.feed_forward import Activation
 
 
 class Experts:
@@ -30,6 +31,7 @@ class Experts:
         bias = None
         if recipe.router_biased:
             bias = checkpoint.take(f"{prefix}{recipe.router}.bias", (recipe.count,), dtype=precise)
+        self._kernels = building.kernels
         self._router = building.kernels.linear(router, bias)
         correction = None
         if recipe.correction and (not recipe.correction_optional or checkpoint.has(f"{prefix}{recipe.correction}")):
@@ -78,7 +80,9 @@ class Experts:
         if self._shared is None:
             return None
         shared = self._shared.part(x)
-        return shared if self._shared_gate is None else self._shared_gate(x).sigmoid() * shared
+        if self._shared_gate is None:
+            return shared
+        return self._kernels.activated(self._shared_gate(x), Activation.SIGMOID, gated=False) * shared
 
 
 class BesideExperts:

@@ -12,7 +12,6 @@ from pdserve.models.checkpoint.weights import Rows
 from pdserve.models.parts.projections import Building, Projection, RowParallel, column_parallel
 from pdserve.models.recipe import MlpRecipe
 from pdserve.models.tp.shares import share
-from pdserve_kernels import reference
 from pdserve_kernels.contract import Kernels
 from pdserve_kernels.feed_forward import Activation
 
@@ -58,9 +57,14 @@ def inner_projections(recipe: MlpRecipe, prefix: str, mine: slice) -> Sequence[P
     return [Projection(prefix + recipe.fused, 2 * channels, rows, recipe.fused in recipe.biased, recipe.transposed)]
 
 
+def gated(kernels: Kernels, gate: torch.Tensor, x: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """Returns ``x`` times what the gates, of its shape and numbers, become."""
+    return kernels.activated(torch.cat((gate, x), -1), activation, gated=True)
+
+
 def activation_of(kernels: Kernels, recipe: MlpRecipe) -> Callable[[torch.Tensor], torch.Tensor]:
     """Returns what maps the outputs of ``inner_projections``, which it may change, to the last product's inputs."""
-    activate = _unscaled_activation(kernels, recipe)
+    activate = partial(kernels.activated, activation=recipe.activation, gated=recipe.gated)
     if recipe.gate_scale == 1.0:
         return activate
 
@@ -69,15 +73,6 @@ def activation_of(kernels: Kernels, recipe: MlpRecipe) -> Callable[[torch.Tensor
         return activate(gate_up)
 
     return of_scaled
-
-
-def _unscaled_activation(kernels: Kernels, recipe: MlpRecipe) -> Callable[[torch.Tensor], torch.Tensor]:
-    match recipe.activation:
-        case Activation.SILU if recipe.gated:
-            return kernels.silu_and_mul
-        case Activation.GELU_TANH if recipe.gated:
-            return kernels.gelu_and_mul
-    return partial(reference.activated, activation=recipe.activation, gated=recipe.gated)
 
 
 class _Xielu:

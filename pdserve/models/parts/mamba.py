@@ -12,11 +12,13 @@ import torch
 import torch.nn.functional as F
 
 from pdserve.models.checkpoint.decoder_config import FamilyConfig
+from pdserve.models.parts.feed_forward import gated
 from pdserve.models.parts.norms import RmsNorm
 from pdserve.models.parts.projections import Building, Projection, RowParallel, column_parallel
 from pdserve.models.recipe import Mamba2Recipe, MambaRecipe, Norm
 from pdserve.models.tp.shares import TpGroup, share, spread
 from pdserve_kernels.contract import StateRuns
+from pdserve_kernels.feed_forward import Activation
 
 
 class Mamba2:
@@ -91,7 +93,8 @@ class Mamba2:
             runs,
             silu=True,
         )
-        lengths = F.softplus(steps.float().view(tokens, parts, recipe.group) + self._step_bias)
+        lengths = steps.float().view(tokens, parts, recipe.group) + self._step_bias
+        lengths = self._kernels.activated(lengths, Activation.SOFTPLUS, gated=False)
         matrices = state[..., before:].view(-1, parts, recipe.group, recipe.head_dim, recipe.size)
         found = self._kernels.mamba2_scan(convolved, lengths, self._rate, self._skip, matrices, runs)
         return self._out(self._gated(found.view(tokens, -1).float(), gate.float()).to(x.dtype))
@@ -109,10 +112,10 @@ class Mamba2:
     def _gated(self, found: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         """Maps fp32 outputs and gates ``[tokens, values]`` to the input of the last product."""
         if self._norm is None:
-            return found * F.silu(gate)
+            return gated(self._kernels, gate, found, Activation.SILU)
         if self._recipe.gate_after_norm:
-            return self._norm(found) * F.silu(gate)
-        return self._norm(found * F.silu(gate))
+            return gated(self._kernels, gate, self._norm(found).float(), Activation.SILU)
+        return self._norm(gated(self._kernels, gate, found, Activation.SILU))
 
 
 class _GroupNorm:
@@ -219,9 +222,13 @@ class Mamba:
         )
         selected = torch.split(self._select(convolved.view(tokens, -1)), self._sizes, -1)
         lengths, write, read = (norm(each.contiguous()) for norm, each in zip(self._norms, selected, strict=True))
-        steps = F.softplus(self._steps(lengths).float() + self._step_bias).view(tokens, parts, recipe.channels)
+        steps = self._kernels.activated(
+            self._steps(lengths).float() + self._step_bias, Activation.SOFTPLUS, gated=False
+        )
+        steps = steps.view(tokens, parts, recipe.channels)
         numbers = state[..., before:].view(-1, parts, recipe.channels, recipe.size)
         found = self._kernels.mamba_scan(
             convolved, steps, write.float(), read.float(), self._rate, self._skip, numbers, runs
         )
-        return self._out((found.view(tokens, -1).float() * F.silu(gate.float())).to(x.dtype))
+        chosen = gated(self._kernels, gate.float(), found.view(tokens, -1).float(), Activation.SILU)
+        return self._out(chosen.to(x.dtype))

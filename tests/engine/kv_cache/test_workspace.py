@@ -50,6 +50,7 @@ from pdserve.wire.cache_groups import Keep
 from pdserve.wire.sampling_params import SamplingParams
 from pdserve_kernels import reference
 from pdserve_kernels.contract import ExpertsForm, ExpertWeights, HeadLinear, Linear, StateRuns, UnreadWeight
+from pdserve_kernels.feed_forward import Activation
 from tests.engine.live_bytes import LiveBytes
 from tests.models.tiny_families import CASES, save_tiny
 from tests.tiny_models import save_tiny_model
@@ -149,10 +150,8 @@ class GpuMemory:
     def rotary(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         return torch.empty_like(x)
 
-    def silu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
-        return torch.empty_like(gate_up[:, : gate_up.shape[1] // 2])
-
-    gelu_and_mul = silu_and_mul
+    def activated(self, inner: torch.Tensor, activation: Activation, *, gated: bool) -> torch.Tensor:
+        return torch.empty_like(inner[..., : inner.shape[-1] // 2] if gated else inner)
 
     def from_projection(self, layer: int, qkv: torch.Tensor, *others: Any, **named: Any) -> torch.Tensor:
         query = torch.empty_like(qkv[:, : self._heads])

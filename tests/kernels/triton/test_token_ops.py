@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdserve_kernels import reference
+from pdserve_kernels.feed_forward import Activation
 from pdserve_kernels.triton.token_ops import add_rms_norm, gelu_and_mul, rms_norm, rotary, silu_and_mul
 from tests.kernels.triton.device import DEVICE, DTYPES, SEEDS, assert_near, examples
 
@@ -60,14 +61,14 @@ def test_rotary(tokens: int, heads: int, others: int, half: int, dtype: torch.dt
     assert_near(got, reference.rotary(projection[:, :heads], cos, sin), 3)
 
 
-@pytest.mark.parametrize("op", ["silu_and_mul", "gelu_and_mul"])
+@pytest.mark.parametrize("activation", [Activation.SILU, Activation.GELU_TANH])
 @settings(max_examples=examples(20), deadline=None)
 @given(tokens=TOKENS, width=WIDTHS, dtype=DTYPES, seed=SEEDS)
-def test_gated_activation(op: str, tokens: int, width: int, dtype: torch.dtype, seed: int) -> None:
+def test_gated_activation(activation: Activation, tokens: int, width: int, dtype: torch.dtype, seed: int) -> None:
     torch.manual_seed(seed)
     gate_up = (torch.randn(tokens, 2 * width) * 3).to(dtype)
-    fast = {"silu_and_mul": silu_and_mul, "gelu_and_mul": gelu_and_mul}[op]
-    wanted = getattr(reference, op)(gate_up.float()).to(dtype)
+    fast = {Activation.SILU: silu_and_mul, Activation.GELU_TANH: gelu_and_mul}[activation]
+    wanted = reference.activated(gate_up.float(), activation, gated=True).to(dtype)
     assert_near(fast(gate_up.to(DEVICE)), wanted, 2)
 
 

@@ -1,18 +1,19 @@
-// Computes act(gate) * up for rows that have gate and up side by side.
+// Computes an activation of rows: of numbers, or of gates that have their ups beside them.
 #include "activations.h"
 #include "lent_cores.h"
 
 namespace pdserve {
 namespace {
 
-template <class T, class Act>
-void rows_of(const void* gate_up, long rows, long width, void* out) {
+template <class T>
+void rows_of(int activation, bool has_gate, const void* inner, long rows, long width, void* out) {
   each_if(rows * width > 1 << 14, rows, [&](long r) {
-    const T* gate = (const T*)gate_up + r * 2 * width;
+    const T* up = (const T*)inner + r * (has_gate ? 2 : 1) * width + (has_gate ? width : 0);
     T* to = (T*)out + r * width;
     for (long i = 0; i < width; i += kLanes) {
       const long n = width - i;
-      store_part(to + i, Act()(load_part(gate + i, n)) * load_part(gate + width + i, n), n);
+      const Lanes gate = has_gate ? load_part(up - width + i, n) : Lanes{};
+      store_part(to + i, activated(activation, gate, load_part(up + i, n), has_gate), n);
     }
   });
 }
@@ -20,9 +21,8 @@ void rows_of(const void* gate_up, long rows, long width, void* out) {
 }  // namespace
 }  // namespace pdserve
 
-extern "C" void pdserve_act_and_mul(int bf16, int gelu, const void* gate_up, long rows, long width, void* out) {
+extern "C" void pdserve_activate(int bf16, int activation, int has_gate, const void* inner, long rows, long width,
+                                 void* out) {
   using namespace pdserve;
-  const auto run = bf16 ? (gelu ? rows_of<Bf16, Gelu> : rows_of<Bf16, Silu>)
-                        : (gelu ? rows_of<float, Gelu> : rows_of<float, Silu>);
-  run(gate_up, rows, width, out);
+  (bf16 ? rows_of<Bf16> : rows_of<float>)(activation, has_gate, inner, rows, width, out);
 }

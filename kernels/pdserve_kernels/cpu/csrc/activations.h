@@ -1,4 +1,4 @@
-// Has the functions between the products of a feed-forward part, on fp32 lanes. NaN stays NaN.
+// Has the functions between products, on fp32 lanes. NaN stays NaN.
 #pragma once
 #include "lanes.h"
 
@@ -34,6 +34,21 @@ struct SquaredRelu {
   }
 };
 
+struct Sigmoid {
+  Lanes operator()(Lanes x) const { return sigmoid(x); }
+};
+
+// log(1 + e^x). With s = y / (2 + y), log(1 + y) is twice the sum of s^n / n over odd n, and s is 1/3 at most.
+struct Softplus {
+  Lanes operator()(Lanes x) const {
+    const Lanes above = x > 0.0f ? x : Lanes{}, y = exponential(x > 0.0f ? -x : x);
+    const Lanes s = y / (2.0f + y), q = s * s;
+    Lanes p = splat(2.0f / 15);
+    for (int n = 13; n > 0; n -= 2) p = p * q + 2.0f / n;
+    return above + p * s;
+  }
+};
+
 // The activation of gpt-oss: a gate up to kClampedAt, and an up within it.
 inline constexpr float kClampedSlope = 1.702f, kClampedAt = 7.0f;
 
@@ -43,6 +58,28 @@ inline Lanes clamped_silu(Lanes gate, Lanes up) {
   up = up > most ? most : up;
   up = up < least ? least : up;
   return (up + 1.0f) * (gate * sigmoid(gate * kClampedSlope));
+}
+
+// In the order of compiled_experts.py.
+enum Activation { kSilu, kGelu, kExactGelu, kRelu, kSquaredRelu, kClampedSilu, kSigmoid, kSoftplus };
+
+template <class Act>
+Lanes gated(Lanes gate, Lanes up, bool has_gate) {
+  return has_gate ? Act()(gate) * up : Act()(up);
+}
+
+// Computes what `gate` becomes times `up`, or without gates what `up` becomes.
+inline Lanes activated(int activation, Lanes gate, Lanes up, bool has_gate) {
+  switch (activation) {
+    case kSilu: return gated<Silu>(gate, up, has_gate);
+    case kGelu: return gated<Gelu>(gate, up, has_gate);
+    case kExactGelu: return gated<ExactGelu>(gate, up, has_gate);
+    case kRelu: return gated<Relu>(gate, up, has_gate);
+    case kSquaredRelu: return gated<SquaredRelu>(gate, up, has_gate);
+    case kSigmoid: return gated<Sigmoid>(gate, up, has_gate);
+    case kSoftplus: return gated<Softplus>(gate, up, has_gate);
+    default: return clamped_silu(gate, up);
+  }
 }
 
 }  // namespace pdserve

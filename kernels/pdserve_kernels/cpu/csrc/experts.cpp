@@ -21,8 +21,6 @@ constexpr long kChunk = 48;
 constexpr long kMostAssigned = 4096;
 static_assert(kUnit % kColumns == 0 && kUnit % kBlockColumns == 0 && kChunk % kMaxRows == 0 && kChunk % kMostRows == 0);
 
-enum Activation { kSilu, kGelu, kExactGelu, kRelu, kSquaredRelu, kClampedSilu };
-
 typedef float Sums[kChunk][kUnit];
 
 // Rows as the products take them, sorted by expert: dense ones, and bytes for each of two formats.
@@ -85,22 +83,6 @@ void product(const ExpertWeight& weight, const Inputs<T>& x, long which, long st
       how.sums(x.of(which, start), first, some, x.inner, (const uint8_t*)weight.panels + p * bytes,
                sums[0] + (p - begin) * kBlockColumns, kUnit);
     }
-  }
-}
-
-template <class Act>
-Lanes gated(Lanes gate, Lanes up, bool has_gate) {
-  return has_gate ? Act()(gate) * up : Act()(up);
-}
-
-Lanes activated(int activation, Lanes gate, Lanes up, bool has_gate) {
-  switch (activation) {
-    case kSilu: return gated<Silu>(gate, up, has_gate);
-    case kGelu: return gated<Gelu>(gate, up, has_gate);
-    case kExactGelu: return gated<ExactGelu>(gate, up, has_gate);
-    case kRelu: return gated<Relu>(gate, up, has_gate);
-    case kSquaredRelu: return gated<SquaredRelu>(gate, up, has_gate);
-    default: return clamped_silu(gate, up);
   }
 }
 
