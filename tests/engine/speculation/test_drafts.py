@@ -160,10 +160,9 @@ def test_an_answer_that_begins_to_repeat_itself_has_drafts_though_steps_are_laun
 
 
 def test_drafts_change_no_answer_that_is_preempted_or_resumed_or_finds_a_prefix(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, plain: list[Answer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = asked_together()
-    plain, _ = answered(folder, asked, OFF)
     force(monkeypatch, texts(asked, plain), share=0.5)
     with engine(folder, overlap=False, num_blocks=FEW_BLOCKS, scheduler=ON) as client:
         check_same(list(client.together(asked).values()), plain)
