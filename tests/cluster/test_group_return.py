@@ -142,8 +142,10 @@ def a_node_that_drains_passes_its_answer_on(running: Cluster) -> None:
     [
         "gemma2",
         "qwen3-next",
-        pytest.param("gpt-oss", marks=pytest.mark.nightly),
-        pytest.param("llama4", marks=pytest.mark.nightly),
+        *(
+            pytest.param(case, marks=pytest.mark.nightly)
+            for case in ("gemma4-shared", "gpt-oss", "lfm2-moe", "llama4", "nemotron-h")
+        ),
     ],
 )
 def test_what_windows_and_states_have_is_returned_and_goes_on_elsewhere(
