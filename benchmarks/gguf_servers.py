@@ -99,9 +99,9 @@ async def _row(config: GgufServersBenchConfig, shape: str, servers: Mapping[str,
             Figure(f"{name}, TTFT p50", _middle(turn.ttft_ms for turn in made), Unit.MS),
             Figure(f"{name}, CPU of a token", _middle(turn.cpu_ms for turn in made), Unit.MS),
         ]
-    row = Row(shape, {"clients": clients}, tuple(figures))
-    print(row.what, row.at, [(f.name, round(f.value, 2)) for f in figures], file=sys.stderr, flush=True)
-    return row
+    lengths = f"{config.prompt_tokens}/{config.output_tokens}"
+    print(f"{shape}, {clients} clients: {figures[0].value:.2f} times better", file=sys.stderr, flush=True)
+    return Row(shape, {"clients": clients, "lengths": lengths}, tuple(figures))
 
 
 _middle = statistics.median
