@@ -1,4 +1,4 @@
-"""Nodes that draft by the model's own layer beside nodes that do not: no answer says who has computed what of it.
+"""Nodes that draft by the model's own layer, or by the text, beside nodes that do not: no answer says who drafted.
 
 One cluster has them all, in every order: the layer's keys and values come from a node that has filled them in or left
 them out, go back to such a node, and an answer goes on where it drafts otherwise. The tokens are those of transformers,
@@ -21,6 +21,7 @@ from tests.cluster.test_role_switch import command
 from tests.eventually import eventually
 from tests.faults.test_node_death import kill
 from tests.models.tiny_drafting import answering_with, save_tiny_drafting
+from tests.models.tiny_families import save_tiny
 from tests.tiny_models import Reference, add_chat_tokenizer, random_prompt
 
 FEW, SEEN = 24, 100
@@ -29,6 +30,9 @@ FLAGS = ("--dtype", "fp32", "--kv-cache-mib", "8", "--max-num-batched-tokens", "
 OFF = ("--speculation", "off")
 BY_LAYER = ("--speculation", "mtp", "--draft-tokens", "3", "--tensor-parallel-size", "2")
 BY_BOTH = ("--speculation", "auto", "--draft-tokens", "5")
+BY_TEXT = ("--speculation", "ngram", "--draft-tokens", "4")
+PLAIN_HYBRIDS = ("falcon-h1", "nemotron-h")
+"""Models with states and without a layer that drafts: nodes guess by the text alone."""
 
 
 def accepted(node: Node) -> float:
@@ -100,16 +104,23 @@ class Mixed:
         assert command(self.running, "role", node.name, role) == 0
 
 
-@pytest.mark.parametrize("case", ["deepseek-v3", pytest.param("qwen3-next", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    "case",
+    [
+        "deepseek-v3",
+        *(pytest.param(case, marks=pytest.mark.nightly) for case in ("qwen3-next", "qwen3-5", *PLAIN_HYBRIDS)),
+    ],
+)
 def test_nobody_can_tell_on_which_side_the_layer_drafts(demo_model: Path, tmp_path: Path, case: str) -> None:
-    folder = answering_with(save_tiny_drafting(case, tmp_path), range(100, 103))
+    save, first_flags = (save_tiny, BY_TEXT) if case in PLAIN_HYBRIDS else (save_tiny_drafting, BY_LAYER)
+    folder = answering_with(save(case, tmp_path, tie_word_embeddings=False), range(100, 103))
     model = add_chat_tokenizer(demo_model, folder)
     reference = Reference(model, MANY)
     wanted = [reference.answer(prompt) for prompt in PROMPTS]
     with cluster(model, *FLAGS, *OFF, decode=0) as running, ExitStack() as stack:
         mixed = Mixed(running, model, stack, wanted)
         (plain,) = running.prefill
-        layer, both = mixed.start("layer", *BY_LAYER), mixed.start("both", *BY_BOTH)
+        layer, both = mixed.start("layer", *first_flags), mixed.start("both", *BY_BOTH)
         mixed.ask([layer, both])
         assert accepted(layer)
         assert accepted(both)
@@ -134,7 +145,7 @@ def test_nobody_can_tell_on_which_side_the_layer_drafts(demo_model: Path, tmp_pa
         assert accepted(layer) > before
         mixed.next_turns()
 
-        after = mixed.start("after", *OFF)
+        after = mixed.start("after", *BY_TEXT)
         with mixed.answering_at(layer) as (leaving, other):
             assert other is after
             leaving.process.terminate()
