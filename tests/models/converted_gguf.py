@@ -96,6 +96,7 @@ CONVERTED: dict[str, list[Converted]] = {
         Converted("llama4", CHUNKS_OF_LLAMA4),
         Converted("llama4", CHUNKS_OF_LLAMA4 | {"interleave_moe_layer_step": 2, "num_local_experts": 3}),
     ],
+    "mamba2": [Converted("mamba2", {}), Converted("mamba2-groups", {})],
     "minimax-m2": [Converted("minimax-m2", {})],
     "nemotron": [Converted("nemotron", {})],
     "nemotron_h": [Converted("nemotron-h", {"layers_block_type": ["linear_attention", "mlp", FULL], "head_dim": 12})],
@@ -214,6 +215,9 @@ def _kv_heads(config: dict[str, Any]) -> int:
 def _add_settings(writer: GGUFWriter, config: dict[str, Any], arch: str) -> None:
     hidden = _first(config, "hidden_size", "n_embd")
     writer.add_block_count(_layers(config))
+    if arch == "mamba2":
+        _add_mamba2(writer, config)
+        return
     writer.add_context_length(_first(config, "max_position_embeddings", "n_positions"))
     writer.add_embedding_length(hidden)
     channels = _first(config, "ffn_hidden_size", "intermediate_size_mlp", "intermediate_size", "n_inner")
@@ -337,6 +341,20 @@ def _add_lfm2(writer: GGUFWriter, config: dict[str, Any], arch: str) -> None:
         channels = int(config["block_ffn_dim_multiplier"] * int(2 * config["intermediate_size"] / 3))
         multiple = config["block_multiple_of"]
         writer.add_feed_forward_length(-(-channels // multiple) * multiple)
+
+
+def _add_mamba2(writer: GGUFWriter, config: dict[str, Any]) -> None:
+    writer.add_context_length(2**20)
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(0)
+    writer.add_head_count(0)
+    writer.add_ssm_conv_kernel(config["conv_kernel"])
+    writer.add_ssm_inner_size(config["expand"] * config["hidden_size"])
+    writer.add_ssm_state_size(config["state_size"])
+    writer.add_ssm_time_step_rank(config["num_heads"])
+    writer.add_ssm_group_count(config["n_groups"])
+    writer.add_layer_norm_rms_eps(config["layer_norm_epsilon"])
+    writer.add_eos_token_id(2)
 
 
 def _add_mamba(writer: GGUFWriter, config: dict[str, Any], arch: str) -> None:
@@ -557,6 +575,8 @@ def _falcon_factors(name: str, config: dict[str, Any]) -> np.ndarray:
 def _of_mixer(name: str, config: dict[str, Any]) -> bool:
     """Returns whether a tensor of a layer of one part is of its Mamba."""
     found = re.search(r"layers\.(\d+)\.mixer\.", name)
+    if config["model_type"] == "mamba2":
+        return found is not None
     return found is not None and config["layers_block_type"][int(found[1])] == "linear_attention"
 
 

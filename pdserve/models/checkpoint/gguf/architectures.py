@@ -114,6 +114,8 @@ ARCHITECTURES: dict[str, Architecture] = {
     "lfm2moe": Architecture("lfm2_moe", last_norm="token_embd_norm", required=SHORT_CONV, of_layers=(KV_HEADS,)),
     "llama": Architecture("llama", with_experts="mixtral", permuted=True),
     "llama4": Architecture("llama4_text"),
+    # Keys of parts that no layer has are 0.
+    "mamba2": Architecture("mamba2", required=STATE_SPACE, unread=("attention.head_count", "feed_forward_length")),
     "minimax-m2": Architecture("minimax_m2"),
     "nemotron": Architecture("nemotron", shifted_norms=True),
     "nemotron_h": Architecture("nemotron_h", permuted=True, required=STATE_SPACE, of_layers=(KV_HEADS, CHANNELS)),
@@ -197,7 +199,7 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "shortconv.l_cache": ("conv_L_cache",),
     "ssm.conv_kernel": ("linear_conv_kernel_dim", "mamba_d_conv", "conv_kernel"),
     "ssm.group_count": ("linear_num_key_heads", "mamba_n_groups", "n_groups"),
-    "ssm.state_size": ("linear_key_head_dim", "mamba_d_state", "ssm_state_size"),
+    "ssm.state_size": ("linear_key_head_dim", "mamba_d_state", "ssm_state_size", "state_size"),
     "ssm.time_step_rank": ("linear_num_value_heads", "mamba_n_heads", "mamba_num_heads"),
     "use_parallel_residual": ("use_parallel_residual",),
 }
@@ -259,7 +261,8 @@ COMPUTED: dict[str, tuple[str, ...]] = {
     "attention.q_lora_rank": ("kv_lora_rank",),
     "attention.value_length_mla": ("kv_lora_rank",),
     "attention.recurrent_layers": ("full_attention_interval",),
-    "ssm.inner_size": ("linear_value_head_dim", "mamba_d_head", "mamba_head_dim"),
+    "ssm.inner_size": ("linear_value_head_dim", "mamba_d_head", "mamba_head_dim", "state_size"),
+    "ssm.time_step_rank": ("state_size",),
 }
 """Keys that ``states`` and ``latents`` read, for families that have one of these settings."""
 

@@ -37,7 +37,13 @@ from pdserve.models.checkpoint.gguf.latents import (
     latent_settings,
     stored_latents,
 )
-from pdserve.models.checkpoint.gguf.states import hybrid_settings, layer_count, stored_mixer, with_one_number
+from pdserve.models.checkpoint.gguf.states import (
+    hybrid_settings,
+    layer_count,
+    stored_mixer,
+    with_heads_of_states,
+    with_one_number,
+)
 from pdserve.models.families.settings import FULL, SLIDING, FamilySettings
 from pdserve.models.recipe import (
     AttentionRecipe,
@@ -142,6 +148,8 @@ def _evened(file: GgufFile) -> GgufFile:
 
     The number of a Gemma 4 is that of layers with a window, and ``_gemma4`` reads the others. Raises ModelError.
     """
+    if file.architecture == "mamba2":
+        return with_heads_of_states(file)
     if file.architecture != "gemma4":
         return with_one_number(file, architecture_of(file).of_layers)
     changed = dict(file.metadata)
@@ -225,7 +233,8 @@ def check_keys(file: GgufFile) -> str:
     if known.latents:
         family = latent_family(file, known)
     for key in (*REQUIRED, *known.required, *(REQUIRED_OF_EXPERTS if experts else ())):
-        if known.all_experts and key == "feed_forward_length" and file.key(key) not in file.metadata:
+        absent = file.key(key) not in file.metadata
+        if absent and (key in known.unread or (known.all_experts and key == "feed_forward_length")):
             continue
         if file.own(key, int) < 1:
             raise ModelError(f"{file.key(key)} of {file.path} is {file.own(key, int)}")

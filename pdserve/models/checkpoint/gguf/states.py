@@ -44,6 +44,14 @@ def with_one_number(file: GgufFile, of_layers: tuple[str, ...]) -> GgufFile:
     return replace(file, metadata=changed)
 
 
+def with_heads_of_states(file: GgufFile) -> GgufFile:
+    """Returns a file without attention as one whose heads are those of its states. Raises ModelError."""
+    changed = {key: value for key, value in file.metadata.items() if key != file.key(CHANNELS)}
+    changed[file.key("attention.head_count")] = file.own("ssm.time_step_rank", int)
+    changed[file.key("attention.key_length")] = _each_head(file)
+    return replace(file, metadata=changed)
+
+
 def hybrid_settings(file: GgufFile, family: str) -> dict[str, Any]:
     """Returns the settings of a family with states that no key sets alone; none for other families.
 
@@ -69,7 +77,7 @@ def _sees_all(file: GgufFile) -> list[bool]:
 def _each_head(file: GgufFile) -> int:
     """Returns the channels of a head of a layer with a state."""
     inner, heads = file.own("ssm.inner_size", int), file.own("ssm.time_step_rank", int)
-    if inner % heads:
+    if heads < 1 or inner % heads:
         raise ModelError(f"{file.key('ssm.inner_size')} {inner} of {file.path} cannot be spread over {heads} heads")
     return inner // heads
 
@@ -112,6 +120,10 @@ def _mamba(file: GgufFile) -> dict[str, Any]:
     if inner % hidden:
         raise ModelError(f"{file.key('ssm.inner_size')} of {file.path} is {inner}, not a multiple of {hidden}")
     return {"mamba_d_head": _each_head(file), "mamba_expand": inner // hidden}
+
+
+def _mamba2(file: GgufFile) -> dict[str, Any]:
+    return {"expand": _mamba(file)["mamba_expand"], "layer_norm_epsilon": file.own(RMS, float)}
 
 
 def _falcon(file: GgufFile) -> dict[str, Any]:
@@ -165,6 +177,7 @@ _SETTINGS: dict[str, Callable[[GgufFile], dict[str, Any]]] = {
     "granitemoehybrid": _granite,
     "lfm2": _lfm,
     "lfm2_moe": _lfm,
+    "mamba2": _mamba2,
     "nemotron_h": _nemotron,
     "qwen3_5_moe_text": _delta_net,
     "qwen3_5_text": _delta_net,
