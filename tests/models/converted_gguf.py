@@ -96,6 +96,7 @@ CONVERTED: dict[str, list[Converted]] = {
         Converted("llama4", CHUNKS_OF_LLAMA4),
         Converted("llama4", CHUNKS_OF_LLAMA4 | {"interleave_moe_layer_step": 2, "num_local_experts": 3}),
     ],
+    "jamba": [Converted("jamba", {}), Converted("jamba-dense", {})],
     "mamba2": [Converted("mamba2", {}), Converted("mamba2-groups", {})],
     "minimax-m2": [Converted("minimax-m2", {})],
     "nemotron": [Converted("nemotron", {})],
@@ -262,6 +263,8 @@ def _add_settings(writer: GGUFWriter, config: dict[str, Any], arch: str) -> None
         writer.add_ssm_group_count(config["mamba_n_groups"])
         writer.add_ssm_inner_size(config["mamba_d_ssm"])
         writer.add_ssm_time_step_rank(config["mamba_n_heads"])
+    if arch == "jamba":
+        _add_jamba(writer, config)
     if config["model_type"] in ("bamba", "granitemoehybrid", "nemotron_h"):
         _add_mamba(writer, config, arch)
     if "use_parallel_residual" in config:
@@ -355,6 +358,16 @@ def _add_mamba2(writer: GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_ssm_group_count(config["n_groups"])
     writer.add_layer_norm_rms_eps(config["layer_norm_epsilon"])
     writer.add_eos_token_id(2)
+
+
+def _add_jamba(writer: GGUFWriter, config: dict[str, Any]) -> None:
+    layers = range(_layers(config))
+    seeing = [i % config["attn_layer_period"] == config["attn_layer_offset"] for i in layers]
+    writer.add_head_count_kv([_kv_heads(config) if each else 0 for each in seeing])
+    writer.add_ssm_conv_kernel(config["mamba_d_conv"])
+    writer.add_ssm_inner_size(config["mamba_expand"] * config["hidden_size"])
+    writer.add_ssm_state_size(config["mamba_d_state"])
+    writer.add_ssm_time_step_rank(config["mamba_dt_rank"])
 
 
 def _add_mamba(writer: GGUFWriter, config: dict[str, Any], arch: str) -> None:
@@ -592,7 +605,7 @@ def _changed_mixer(
         tensor = tensor.squeeze(1)
     if name.endswith("dt_bias"):
         name = name.replace("dt_bias", "dt_proj.bias")
-    if arch not in QWENS and name.endswith(("A_log", ".D")):
+    if arch not in (*QWENS, "jamba") and name.endswith(("A_log", ".D")):
         tensor = tensor.reshape(-1, 1)
     if arch not in QWENS and name.endswith((".mamba.norm.weight", ".mixer.norm.weight")):
         tensor = tensor.reshape(_first(config, "n_groups", "mamba_n_groups"), -1)

@@ -111,6 +111,7 @@ REFUSED: list[tuple[str, str, Callable[[GGUFWriter], object], str]] = [
         r"rms_epsilon .* is 9.*e-06, but nemotron_h_moe\.attention\.layer_norm_epsilon is 0\.001",
     ),
     ("nemotron_h_moe", "nemotron-h", lambda file: file.add_moe_latent_size(8), r"nemotron_h_moe\.moe_latent_size 8"),
+    ("jamba", "jamba", lambda file: file.add_head_count_kv([2, 2, 0]), r"attention in layers \[0, 1\]; one in so many"),
     ("qwen3next", "qwen3-next", lambda file: file.add_ssm_inner_size(71), r"103 convolved channels, .* have 104"),
     ("qwen35", "qwen3-5", lambda file: file.add_ssm_time_step_rank(5), r"inner_size 72 .* over 5 heads"),
 ]

@@ -61,9 +61,9 @@ class Architecture:
         return frozenset({self.family, *others} - {""})
 
 
-STATE_SPACE = tuple(
-    f"ssm.{name}" for name in ("conv_kernel", "inner_size", "state_size", "time_step_rank", "group_count")
-)
+OF_CHANNELS = tuple(f"ssm.{name}" for name in ("conv_kernel", "inner_size", "state_size", "time_step_rank"))
+"""The keys of a Mamba whose channels have numbers of their own."""
+STATE_SPACE = (*OF_CHANNELS, "ssm.group_count")
 SHORT_CONV = ("shortconv.l_cache",)
 KNOWS_POSITIONS = "rope.scaling.finetuned"
 """The key of a Granite that says whether attention knows positions. It has no effect elsewhere."""
@@ -103,6 +103,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "hunyuan-moe": Architecture("hunyuan_v1_moe", only={"expert_shared_count": 1}),
     "internlm2": Architecture("llama", permuted=True),
     "jais2": Architecture("jais2"),
+    "jamba": Architecture("jamba", required=OF_CHANNELS, of_layers=(KV_HEADS,)),
     # The file counts channels as they are, and the checkpoint before they are adjusted.
     "lfm2": Architecture(
         "lfm2",
@@ -261,8 +262,8 @@ COMPUTED: dict[str, tuple[str, ...]] = {
     "attention.q_lora_rank": ("kv_lora_rank",),
     "attention.value_length_mla": ("kv_lora_rank",),
     "attention.recurrent_layers": ("full_attention_interval",),
-    "ssm.inner_size": ("linear_value_head_dim", "mamba_d_head", "mamba_head_dim", "state_size"),
-    "ssm.time_step_rank": ("state_size",),
+    "ssm.inner_size": ("linear_value_head_dim", "mamba_d_head", "mamba_head_dim", "mamba_dt_rank", "state_size"),
+    "ssm.time_step_rank": ("mamba_dt_rank", "state_size"),
 }
 """Keys that ``states`` and ``latents`` read, for families that have one of these settings."""
 

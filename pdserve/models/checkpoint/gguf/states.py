@@ -18,7 +18,7 @@ from pdserve.models.families.lfm import CONV
 from pdserve.models.families.mamba import LINEAR, MLP, MOE
 from pdserve.models.families.qwen import APART
 from pdserve.models.families.settings import FULL
-from pdserve.models.recipe import DeltaNetRecipe, Mamba2Recipe, MixerRecipe, ShortConvRecipe
+from pdserve.models.recipe import DeltaNetRecipe, Mamba2Recipe, MambaRecipe, MixerRecipe, ShortConvRecipe
 
 RMS, PLAIN = "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"
 
@@ -114,16 +114,47 @@ def _lfm(file: GgufFile) -> dict[str, Any]:
     return {"layer_types": [FULL if each else CONV for each in _sees_all(file)], "norm_eps": _epsilon(file)}
 
 
-def _mamba(file: GgufFile) -> dict[str, Any]:
-    """Returns the settings that a Granite and a Bamba have for the channels of a Mamba."""
+def _jamba(file: GgufFile) -> dict[str, Any]:
+    routed = [f"blk.{index}.ffn_gate_inp.weight" in file.tensors for index in range(layer_count(file))]
+    period, first = _repeated(file, "attention", _sees_all(file))
+    expert_period, first_routed = _repeated(file, "experts", routed)
+    return {
+        "attn_layer_period": period,
+        "attn_layer_offset": first,
+        "expert_layer_period": expert_period,
+        "expert_layer_offset": first_routed,
+        "num_experts": max(1, file.own("expert_count", int, 0)),
+        "mamba_expand": _times_hidden(file),
+        "mamba_dt_rank": file.own("ssm.time_step_rank", int),
+    }
+
+
+def _repeated(file: GgufFile, what: str, layers: list[bool]) -> tuple[int, int]:
+    """Returns one in how many layers is true, and the first. Raises ModelError if they do not come so regularly."""
+    true = [index for index, each in enumerate(layers) if each]
+    if not true:
+        return len(layers), len(layers)
+    first, period = true[0], true[1] - true[0] if len(true) > 1 else len(layers)
+    if first >= period or true != list(range(first, len(layers), period)):
+        raise ModelError(f"{file.path} has {what} in layers {true[:20]}; one in so many layers is needed")
+    return period, first
+
+
+def _times_hidden(file: GgufFile) -> int:
+    """Returns how many times as many channels a Mamba has as the model."""
     hidden, inner = file.own("embedding_length", int), file.own("ssm.inner_size", int)
     if inner % hidden:
         raise ModelError(f"{file.key('ssm.inner_size')} of {file.path} is {inner}, not a multiple of {hidden}")
-    return {"mamba_d_head": _each_head(file), "mamba_expand": inner // hidden}
+    return inner // hidden
+
+
+def _mamba(file: GgufFile) -> dict[str, Any]:
+    """Returns the settings that a Granite and a Bamba have for the channels of a Mamba."""
+    return {"mamba_d_head": _each_head(file), "mamba_expand": _times_hidden(file)}
 
 
 def _mamba2(file: GgufFile) -> dict[str, Any]:
-    return {"expand": _mamba(file)["mamba_expand"], "layer_norm_epsilon": file.own(RMS, float)}
+    return {"expand": _times_hidden(file), "layer_norm_epsilon": file.own(RMS, float)}
 
 
 def _falcon(file: GgufFile) -> dict[str, Any]:
@@ -175,6 +206,7 @@ _SETTINGS: dict[str, Callable[[GgufFile], dict[str, Any]]] = {
     "bamba": _bamba,
     "falcon_h1": _falcon,
     "granitemoehybrid": _granite,
+    "jamba": _jamba,
     "lfm2": _lfm,
     "lfm2_moe": _lfm,
     "mamba2": _mamba2,
@@ -210,6 +242,9 @@ def stored_mixer(file: GgufFile, block: str, mixer: MixerRecipe, known: Architec
             names = ("ssm_in", "ssm_out", "ssm_conv1d")
             biased, out_biased, conv_biased = (f"{block}{name}.bias" in file.tensors for name in names)
             return replace(mixer, biased=biased, out_biased=out_biased, conv_biased=conv_biased)
+        case MambaRecipe():
+            biased, conv_biased = (f"{block}{name}.bias" in file.tensors for name in ("ssm_in", "ssm_conv1d"))
+            return replace(mixer, biased=biased, conv_biased=conv_biased)
         case ShortConvRecipe():
             return replace(mixer, biased=f"{block}shortconv.conv.bias" in file.tensors)
         case _:
@@ -224,6 +259,8 @@ def mixer_tensors(file: GgufFile, block: str, mixer: MixerRecipe) -> tuple[Mixer
             return _of_delta_net(mixer, together=together, scalars=scalars)
         case Mamba2Recipe():
             return tuple(_of_mamba(mixer))
+        case MambaRecipe():
+            return tuple(_of_channels(mixer))
         case ShortConvRecipe():
             return tuple(_of_short_conv(mixer))
         case _:
@@ -306,6 +343,19 @@ def _of_mamba(mixer: Mamba2Recipe) -> Iterator[MixerTensor]:
     yield MixerTensor(f"{mixer.gated_norm}.weight", "ssm_norm.weight", (heads * mixer.head_dim,))
     yield MixerTensor(f"{mixer.out}.weight", "ssm_out.weight")
     yield MixerTensor(f"{mixer.out}.bias", "ssm_out.bias")
+
+
+def _of_channels(mixer: MambaRecipe) -> Iterator[MixerTensor]:
+    for kind, conv in (("weight", (mixer.heads * mixer.channels, 1, mixer.width)), ("bias", ())):
+        yield MixerTensor(f"{mixer.inner}.{kind}", f"ssm_in.{kind}")
+        yield MixerTensor(f"{mixer.conv}.{kind}", f"ssm_conv1d.{kind}", conv)
+        yield MixerTensor(f"{mixer.steps}.{kind}", f"ssm_dt.{kind}")
+        yield MixerTensor(f"{mixer.out}.{kind}", f"ssm_out.{kind}")
+    yield MixerTensor(f"{mixer.selecting}.weight", "ssm_x.weight")
+    yield MixerTensor(mixer.log_rate, "ssm_a", rate=True)
+    yield MixerTensor(mixer.skip, "ssm_d")
+    for name, stored in zip(mixer.norms, ("ssm_dt_norm", "ssm_b_norm", "ssm_c_norm"), strict=True):
+        yield MixerTensor(f"{name}.weight", f"{stored}.weight")
 
 
 def _of_short_conv(mixer: ShortConvRecipe) -> Iterator[MixerTensor]:
