@@ -177,7 +177,6 @@ MEANINGS: Mapping[str, Understood | Always | Refused] = {
     "json-model-override-args": Refused("change config.json in the model's folder"),
     "chat-template": Refused("put the template into the model's folder, as chat_template.jinja"),
     "quantization": _QUANTISED,
-    "kv-cache-dtype": Refused("the KV cache has the format of --dtype"),
     "cache-type-k": Refused("the KV cache has the format of --dtype"),
     "cache-type-v": Refused("the KV cache has the format of --dtype"),
     "swap-space": Refused("--kv-cache-mib is the whole KV cache; preempted requests are computed again"),

@@ -122,7 +122,8 @@ def check_same(got: Sequence[Answer], wanted: Sequence[Answer]) -> None:
         assert (mine.tokens, mine.end.finish, mine.end.error) == (plain.tokens, plain.end.finish, plain.end.error)
         assert len(mine.logprobs) == len(plain.logprobs)
         for one, other in zip(mine.logprobs, plain.logprobs, strict=True):
-            assert one.chosen == pytest.approx(other.chosen, abs=1e-4)
+            # Sums of the torch set depend on the number of rows.
+            assert one.chosen == pytest.approx(other.chosen, rel=1e-4, abs=1e-4)
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["one after another", "ahead"])

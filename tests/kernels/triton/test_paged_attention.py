@@ -190,9 +190,9 @@ def test_tiles_shrink_until_nothing_smaller_is_possible() -> None:
 def test_a_gpu_for_which_the_usual_tiles_are_too_large(monkeypatch: pytest.MonkeyPatch, window: int | None) -> None:
     launched = []
 
-    def too_large(keys: int, stages: int) -> list[tuple[int, int]]:
+    def too_large(keys: int, stages: int, least: int) -> list[tuple[int, int]]:
         launched.append(keys)
-        return [(LEAST_TILE, 1)]
+        return [(least, 1)]
 
     monkeypatch.setattr(paged_attention, "tiles_to_try", too_large)
     monkeypatch.setattr(paged_attention, "_fitting", {})

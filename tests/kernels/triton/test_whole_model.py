@@ -187,11 +187,11 @@ def test_drafts_follow_captured_steps(family: str, tmp_path: Path) -> None:
     runner.capture_decode(KERNELS, 4, CudaGraphs() if DEVICE.type == "cuda" else RerunGraphs())
     for at in range(2):
         rows = [
-            StepRow(prompt if at == 0 else [5], len(prompt) * at, table, True)
+            StepRow(prompt if at == 0 else [7], len(prompt) * at, table, True)
             for prompt, table in zip(prompts, tables, strict=True)
         ]
         # The prompts are no recorded step, and their next tokens are.
-        known = [DraftRow(i, [*row.token_ids[1:], 5 + at], i != 1) for i, row in enumerate(rows)]
+        known = [DraftRow(i, [*row.token_ids[1:], 7 + at], i != 1) for i, row in enumerate(rows)]
         torch.testing.assert_close(runner.run(rows).cpu(), peer.run(rows), rtol=1e-4, atol=1e-3)
         assert runner.draft(known, 3) == peer.draft(known, 3)
 
