@@ -48,7 +48,7 @@ def test_a_stream_with_an_interval_has_the_same_text_in_fewer_chunks(pd_cluster:
 
     def pieces(interval: int) -> list[str]:
         # Drawn tokens do not repeat: drafts that are accepted together would leave together.
-        body = {"model": MODEL, "prompt": "Once upon a time", "max_tokens": 24, "temperature": 1, "stream": True}
+        body = {"model": MODEL, "prompt": "Once upon a time", "max_tokens": 96, "temperature": 1, "stream": True}
         body |= {"stream_interval": interval, "seed": 7, "ignore_eos": True}
         events = call(pd_cluster.url + "/v1/completions", body).body.decode().split("\n\n")
         assert events[-2:] == ["data: [DONE]", ""]
@@ -56,7 +56,8 @@ def test_a_stream_with_an_interval_has_the_same_text_in_fewer_chunks(pd_cluster:
 
     one, ten = pieces(1), pieces(10)
     assert "".join(one) == "".join(ten)
-    assert len(ten) <= 5 < len(one)
+    # A busy proxy may join some of the others.
+    assert len(ten) <= 12 < len(one)
 
 
 def test_instances_ready_and_health(pd_cluster: ServedCluster) -> None:
