@@ -18,6 +18,7 @@ import triton.language as tl
 
 from pdserve_kernels.contract import BlockWeight
 from pdserve_kernels.triton.block_packing import PackedForm, PackedWeight, packed
+from pdserve_kernels.triton.fp8 import unscaled
 from pdserve_kernels.triton.paged_attention import launch_fitting
 
 ROWS = (16, 32, 64, 128)
@@ -44,13 +45,6 @@ _WORD_0, _WORD_1, _WORD_2, _WORD_3 = (tl.constexpr(word) for word in _WORDS)
 
 
 @triton.jit
-def _e4m3(codes):
-    """Returns the fp32 numbers of int32 codes, of which none is NaN. GPUs before sm_89 have no such numbers."""
-    half = ((codes & 128) << 8 | (codes & 127) << 7).to(tl.uint16).to(tl.float16, bitcast=True)
-    return half.to(tl.float32) * 256.0
-
-
-@triton.jit
 def _plain(codes, NUMBERS: tl.constexpr, ZERO: tl.constexpr):
     """Returns the fp32 numbers of int32 codes."""
     if NUMBERS == 1:
@@ -58,7 +52,7 @@ def _plain(codes, NUMBERS: tl.constexpr, ZERO: tl.constexpr):
         half = ((codes & 8) << 12 | (codes & 7) << 9).to(tl.uint16).to(tl.float16, bitcast=True)
         values = half.to(tl.float32) * 16384.0
     elif NUMBERS == 3:
-        values = _e4m3(codes)
+        values = unscaled(codes)
     elif NUMBERS == 2:
         low = tl.where((codes & 4) > 0, _WORD_1, _WORD_0)
         high = tl.where((codes & 4) > 0, _WORD_3, _WORD_2)
@@ -80,7 +74,7 @@ def _factor(stored, wide, at, column, outputs, wanted, inputs, GROUP: tl.constex
         bits = tl.where(found == 0, 0x00400000, found.to(tl.int32) << 23)
         value = bits.to(tl.float32, bitcast=True)
     elif stored.dtype.element_ty == tl.uint8 and GROUP == 16:
-        value = _e4m3(found.to(tl.int32))
+        value = unscaled(found.to(tl.int32))
     else:
         value = found.to(tl.float32)
     if WIDE > 0:

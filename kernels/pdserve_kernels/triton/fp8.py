@@ -1,4 +1,4 @@
-"""Rounds keys and values to FP8 (``reference.quantised``), and reads them.
+"""Rounds keys and values to FP8 (``reference.quantised``), and reads them and weights in FP8.
 
 Numbers are made of their bits, because GPUs before sm_89 have no instructions for e4m3.
 """
@@ -38,12 +38,11 @@ def quantised(x, exponent):
 
 @triton.jit
 def unscaled(numbers):
-    """Returns uint8 ``numbers`` as fp32, without their scale. bf16 and fp16 have each of them, too."""
+    """Returns ``numbers``, uint8 or int32, as fp32, without their scale. bf16 and fp16 have each of them, too."""
     code = numbers.to(tl.int32)
-    size = code & 0x7F
-    normal = ((size << 20) + 1006632960).to(tl.float32, bitcast=True)
-    value = tl.where(size < 8, size.to(tl.float32) * 0.001953125, normal)
-    return tl.where(code >= 128, -value, value)
+    # Sign, exponent and fraction stand where fp16 has them, whose exponents are 8 lower.
+    half = ((code & 128) << 8 | (code & 127) << 7).to(tl.uint16).to(tl.float16, bitcast=True)
+    return half.to(tl.float32) * 256.0
 
 
 @triton.jit
