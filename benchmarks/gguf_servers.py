@@ -54,7 +54,7 @@ class Turn:
     tokens_per_s: float
     ttft_ms: float
     cpu_ms: float
-    """Of a token."""
+    """The processor time that a token took."""
 
 
 def run(config: BenchGgufServersConfig, environ: Mapping[str, str]) -> Report:

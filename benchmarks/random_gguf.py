@@ -44,7 +44,7 @@ class GgufShape:
     head_dim: int
     hidden: int = 1024
     channels: int = 0
-    """Of the feed-forward of a layer, or of each expert."""
+    """A layer's feed-forward part has so many, or each of its experts."""
     experts: int = 0
     chosen: int = 0
     numbers: Mapping[str, int | float] = field(default_factory=dict)

@@ -89,7 +89,7 @@ def test_attention_of_an_8b_model(
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q4_K", "Q6_K", "MXFP4", "NVFP4", "FP8", "Q8_0"])
 def test_products_of_an_8b_model_with_packed_weights(kind: str) -> None:
-    """Of one row to more than a program's, of many, and recorded, which nothing may interrupt by waiting."""
+    """The rows are one, more than a program has, and many. The last product is recorded, so nothing may wait in it."""
     torch.manual_seed(0)
     outputs, inputs, form = 4096, 14_336, BlockFormat[kind]
     row = torch.from_numpy(usual_blocks(form, 64, inputs)).to(CUDA)

@@ -22,7 +22,7 @@ ACTIVATIONS = {
     Activation.SIGMOID: 6,
     Activation.SOFTPLUS: 7,
 }
-"""The numbers of csrc/experts.cpp."""
+"""The numbers of csrc/activations.h."""
 _SCORINGS = {
     Scoring.SOFTMAX: 0,
     Scoring.SOFTMAX_OF_CHOSEN: 1,

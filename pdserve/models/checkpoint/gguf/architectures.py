@@ -115,8 +115,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "lfm2moe": Architecture("lfm2_moe", last_norm="token_embd_norm", required=SHORT_CONV, of_layers=(KV_HEADS,)),
     "llama": Architecture("llama", with_experts="mixtral", permuted=True),
     "llama4": Architecture("llama4_text"),
-    # Keys of parts that no layer has are 0.
-    "mamba2": Architecture("mamba2", required=STATE_SPACE, unread=("attention.head_count", "feed_forward_length")),
+    "mamba2": Architecture("mamba2", required=STATE_SPACE, unread=(CHANNELS,)),
     "minimax-m2": Architecture("minimax_m2"),
     "nemotron": Architecture("nemotron", shifted_norms=True),
     "nemotron_h": Architecture("nemotron_h", permuted=True, required=STATE_SPACE, of_layers=(KV_HEADS, CHANNELS)),
