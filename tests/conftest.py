@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -66,6 +67,8 @@ def _longest_first(items: list[pytest.Item]) -> None:
 def pytest_configure() -> None:
     # Modules leave little garbage, and looking for it takes a tenth of the time that loading them takes.
     gc.disable()
+    # A shell has SIGINT ignored in what it starts in the background, and so would all programs be that tests start.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_finish() -> None:
