@@ -51,7 +51,6 @@ from pdserve.models.families.gpt import (
     StableLmSettings,
     Starcoder2Settings,
 )
-from pdserve.models.families.hunyuan import HunYuanMoeSettings, HunYuanSettings
 from pdserve.models.families.lfm import Lfm2MoeSettings, Lfm2Settings
 from pdserve.models.families.llama import (
     ApertusSettings,
@@ -61,6 +60,8 @@ from pdserve.models.families.llama import (
     GraniteMoeSharedSettings,
     GraniteSettings,
     HeliumSettings,
+    HunYuanMoeSettings,
+    HunYuanSettings,
     HyperClovaXSettings,
     InternLm3Settings,
     Llama4Settings,

@@ -10,10 +10,10 @@ from pdserve.config import Batching, KvOverlap, SchedulerConfig, Speculate
 from pdserve.engine.kv_cache.block_manager import BlockManager
 from pdserve.engine.kv_cache.block_table import StateTable
 from pdserve.engine.kv_connector import KvConnector
-from pdserve.engine.kv_connector.block_order import BlockOrder
 from pdserve.engine.kv_connector.connector import NoTransferConnector
 from pdserve.engine.kv_connector.prompt_fetcher import PromptFetcher
 from pdserve.engine.kv_connector.prompt_pusher import PromptPusher, PushSchedule
+from pdserve.engine.kv_connector.transfers import BlockOrder
 from pdserve.engine.launched_step import goes_on, step_rows
 from pdserve.engine.placement.placement import Placement
 from pdserve.engine.request import Request

@@ -6,12 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 from pdserve.engine.kv_cache.block_manager import BlockManager
-from pdserve.engine.kv_connector.block_order import BlockOrder
 from pdserve.engine.kv_connector.cached_blocks import CachedFetcher, CachedPusher
 from pdserve.engine.kv_connector.connector import TransferConnector
 from pdserve.engine.kv_connector.kv_return import ReturnFetcher, ReturnOffers
 from pdserve.engine.kv_connector.prompt_fetcher import PromptFetcher
 from pdserve.engine.kv_connector.prompt_pusher import PromptPusher
+from pdserve.engine.kv_connector.transfers import BlockOrder
 
 LEASE_S = 3.0
 

@@ -13,8 +13,7 @@ from dataclasses import dataclass, replace
 from pdserve.engine.kv_cache.block_manager import BlockManager
 from pdserve.engine.kv_cache.block_table import BlockTable
 from pdserve.engine.kv_cache.prefix_cache import Match
-from pdserve.engine.kv_connector.block_order import BlockOrder
-from pdserve.engine.kv_connector.transfers import Fetches
+from pdserve.engine.kv_connector.transfers import BlockOrder, Fetches
 from pdserve.engine.request import Request
 from pdserve.engine.scheduling.batch_plan import BatchPlan
 from pdserve.engine.scheduling.scheduler import Scheduler

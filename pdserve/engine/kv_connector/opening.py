@@ -17,7 +17,6 @@ import torch
 from pdserve.config import EngineConfig, KvReturn, RankLaunch, Switch
 from pdserve.control.frame import Secrets
 from pdserve.engine.kv_cache.block_manager import BlockManager
-from pdserve.engine.kv_connector.block_order import BlockOrder
 from pdserve.engine.kv_connector.cached_blocks import CachedFetcher, CachedPusher
 from pdserve.engine.kv_connector.connector import CLOSE_TIMEOUT_S, KvConnector, NoTransferConnector, TransferConnector
 from pdserve.engine.kv_connector.kv_return import ReturnFetcher, ReturnOffers
@@ -32,7 +31,7 @@ from pdserve.engine.kv_connector.staging.staged_transfers import (
     StagingIds,
 )
 from pdserve.engine.kv_connector.transfer_memory import CacheParts, open_memory
-from pdserve.engine.kv_connector.transfers import Fetches, Pushes, Transfers
+from pdserve.engine.kv_connector.transfers import BlockOrder, Fetches, Pushes, Transfers
 from pdserve.engine.placement.placement import Placement
 from pdserve.engine.scheduling.request_limits import PromptRule
 from pdserve.engine.tp.tp_ranks import Ranks

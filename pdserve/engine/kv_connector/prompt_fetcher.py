@@ -11,8 +11,7 @@ import msgspec
 
 from pdserve.engine.kv_cache.block_manager import BlockManager
 from pdserve.engine.kv_cache.block_table import BlockTable
-from pdserve.engine.kv_connector.block_order import BlockOrder
-from pdserve.engine.kv_connector.transfers import Fetches
+from pdserve.engine.kv_connector.transfers import BlockOrder, Fetches
 from pdserve.engine.placement.placement import Placement
 from pdserve.engine.placement.prefill_node import PrefillNode
 from pdserve.engine.request import Request

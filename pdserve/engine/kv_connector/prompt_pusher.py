@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from pdserve.config import OVERLAP_FROM_TOKENS, KvOverlap
 from pdserve.engine.kv_cache.block_manager import BlockManager
 from pdserve.engine.kv_cache.block_table import BlockTable
-from pdserve.engine.kv_connector.block_order import BlockOrder
-from pdserve.engine.kv_connector.transfers import Pushes
+from pdserve.engine.kv_connector.transfers import BlockOrder, Pushes
 from pdserve.engine.placement.placement import Placement
 from pdserve.engine.request import Request, Status
 from pdserve.engine.scheduling.batch_plan import BatchPlan

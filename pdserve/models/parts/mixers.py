@@ -1,18 +1,21 @@
-"""Builds the parts that mix tokens by a state, in place of attention or beside it. The smallest of them is here."""
+"""Builds the parts that mix tokens by a state, in place of attention or beside it. Mamba's are in ``mamba``."""
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any, Protocol
 
 import torch
 
 from pdserve.models.checkpoint.decoder_config import FamilyConfig
-from pdserve.models.parts.delta_net import DeltaNet
+from pdserve.models.checkpoint.weights import Columns, joined_columns
+from pdserve.models.parts.feed_forward import gated
 from pdserve.models.parts.mamba import Mamba, Mamba2
 from pdserve.models.parts.projections import Building, Projection, RowParallel, column_parallel
 from pdserve.models.recipe import DeltaNetRecipe, Mamba2Recipe, MambaRecipe, MixerRecipe, ShortConvRecipe
-from pdserve.models.tp.shares import share
+from pdserve.models.tp.shares import share, spread
 from pdserve_kernels.contract import StateRuns
+from pdserve_kernels.feed_forward import Activation
 
 
 class Mixer(Protocol):
@@ -60,6 +63,112 @@ class ShortConv:
         gated = (before * inner).view(shape)
         convolved = self._kernels.causal_conv(gated, self._conv, self._bias, states, runs, silu=False)
         return self._out(behind * convolved.view(tokens, -1))
+
+
+class DeltaNet:
+    """A gated delta net (Yang et al., 2024): a short convolution, and a matrix that each token updates.
+
+    Satisfies ``Mixer``, with this rank's key heads and their value heads.
+    """
+
+    def __init__(
+        self, config: FamilyConfig, building: Building, recipe: DeltaNetRecipe, prefix: str, index: int
+    ) -> None:
+        """Takes the layer's tensors, whose names begin with ``prefix``."""
+        checkpoint, hidden = building.checkpoint, config.hidden_size
+        self._kernels, self._recipe, self._eps = building.kernels, recipe, recipe.norm.eps
+        keys = share(building.tp, recipe.heads, "key heads of a delta net")
+        heads = range(keys.start, keys.stop)
+        values = slice(keys.start * recipe.group, keys.stop * recipe.group)
+        self._heads = len(heads)
+        self._inner = column_parallel(building, hidden, _projections(recipe, prefix, heads, values))
+        channels = tuple(chain.from_iterable(_conv_channels(recipe, head) for head in heads))
+        shape = (recipe.conv_channels * recipe.heads, 1, recipe.width)
+        weight = checkpoint.take(f"{prefix}{recipe.conv}.weight", shape, rows=channels)
+        self._conv = weight.view(self._heads, -1, recipe.width).permute(2, 0, 1).contiguous()
+
+        def of_heads(name: str) -> torch.Tensor:
+            return checkpoint.take(prefix + name, (recipe.value_heads,), rows=values, dtype=torch.float32)
+
+        self._step_bias, self._rate = of_heads(recipe.step_bias), -of_heads(recipe.log_rate).exp()
+        self._norm = checkpoint.take(f"{prefix}{recipe.gated_norm}.weight", (recipe.value_dim,))
+        out = (hidden, recipe.value_heads * recipe.value_dim)
+        self._out = RowParallel(building, prefix + recipe.out, out, _out_columns(recipe, keys), biased=False)
+
+    def __call__(self, x: torch.Tensor, state: torch.Tensor, runs: StateRuns) -> torch.Tensor:
+        recipe, tokens, heads = self._recipe, x.shape[0], self._heads
+        of_conv, of_head = recipe.conv_channels, recipe.group * recipe.value_dim
+        sizes = [heads * of_conv, heads * of_head, heads * recipe.group, heads * recipe.group]
+        qkv, gate, beta, step = torch.split(self._inner(x), sizes, -1)
+        before = (recipe.width - 1) * of_conv
+        convolved = self._kernels.causal_conv(
+            qkv.reshape(tokens, heads, of_conv),
+            self._conv,
+            None,
+            state[..., :before].view(-1, heads, recipe.width - 1, of_conv),
+            runs,
+            silu=True,
+        )
+        activated = self._kernels.activated
+        decay = self._rate * activated(step.float() + self._step_bias, Activation.SOFTPLUS, gated=False)
+        shape = (tokens, heads, recipe.group)
+        matrices = state[..., before:].view(-1, heads, recipe.group, recipe.key_dim, recipe.value_dim)
+        found = self._kernels.gated_delta_rule(
+            convolved,
+            decay.view(shape),
+            activated(beta, Activation.SIGMOID, gated=False).float().reshape(shape),
+            matrices,
+            runs,
+        )
+        rows = found.reshape(-1, recipe.value_dim)
+        normed = self._kernels.rms_norm(rows, self._norm, self._eps)
+        found = gated(self._kernels, gate.reshape(rows.shape).float(), normed.float(), Activation.SILU)
+        by_head = found.to(x.dtype).view(tokens, heads, recipe.group, recipe.value_dim)
+        return self._out((by_head.transpose(1, 2) if recipe.tiled else by_head).reshape(tokens, -1))
+
+
+def _projections(recipe: DeltaNetRecipe, prefix: str, heads: range, values: slice) -> list[Projection]:
+    """Returns the projections to queries, keys and values by key head, gates, betas and steps, in this order."""
+    group, of_values = recipe.group, recipe.group * recipe.value_dim
+    if not recipe.split:
+        of_head = recipe.conv_channels + of_values
+        mixed = [head * of_head + channel for head in heads for channel in range(recipe.conv_channels)]
+        gates = [(head + 1) * of_head - of_values + channel for head in heads for channel in range(of_values)]
+        betas = [head * 2 * group + number for head in heads for number in range(group)]
+        steps = [head * 2 * group + group + number for head in heads for number in range(group)]
+        inner, scalars = recipe.inner
+        return [
+            Projection(prefix + inner, recipe.heads * of_head, tuple(mixed + gates)),
+            Projection(prefix + scalars, recipe.heads * 2 * group, tuple(betas + steps)),
+        ]
+    qkv, gate, beta, step = recipe.inner
+    channels = tuple(chain.from_iterable(_conv_channels(recipe, head) for head in heads))
+    return [
+        Projection(prefix + qkv, recipe.heads * recipe.conv_channels, channels),
+        Projection(prefix + gate, recipe.value_heads * recipe.value_dim, spread(values, recipe.value_dim)),
+        Projection(prefix + beta, recipe.value_heads, values),
+        Projection(prefix + step, recipe.value_heads, values),
+    ]
+
+
+def _out_columns(recipe: DeltaNetRecipe, keys: slice) -> Columns:
+    """Returns the inputs of ``out`` that the value heads of these key heads give, in the order of the checkpoint."""
+    if not recipe.tiled:
+        return spread(slice(keys.start * recipe.group, keys.stop * recipe.group), recipe.value_dim)
+    starts = range(0, recipe.value_heads, recipe.heads)
+    parts = (spread(slice(start + keys.start, start + keys.stop), recipe.value_dim) for start in starts)
+    return joined_columns(parts)
+
+
+def _conv_channels(recipe: DeltaNetRecipe, head: int) -> list[int]:
+    """Returns the places of a key head's query, key and values, where all heads' queries stand first, then all keys."""
+    keys, of_values = recipe.key_dim, recipe.group * recipe.value_dim
+    first, values = recipe.heads * keys, 2 * recipe.heads * keys + head * of_values
+    return [
+        *range(head * keys, (head + 1) * keys),
+        *range(first + head * keys, first + (head + 1) * keys),
+        *range(values, values + of_values),
+    ]
 
 
 MIXERS: dict[type[MixerRecipe], MixerPart] = {

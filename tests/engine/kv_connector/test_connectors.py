@@ -24,10 +24,10 @@ from pdserve.config import (
 from pdserve.control.frame import Secrets
 from pdserve.engine.kv_cache.block_manager import BlockManager
 from pdserve.engine.kv_connector import open_connector
-from pdserve.engine.kv_connector.block_order import BlockOrder
 from pdserve.engine.kv_connector.connector import NoTransferConnector, TransferConnector
 from pdserve.engine.kv_connector.prompt_fetcher import PromptFetcher
 from pdserve.engine.kv_connector.prompt_pusher import PromptPusher, PushSchedule
+from pdserve.engine.kv_connector.transfers import BlockOrder
 from pdserve.engine.placement.latency_targets import NONE_YET
 from pdserve.engine.placement.placement_rule import PlacementDecision, PromptSize
 from pdserve.engine.placement.step_cost import StepCost
