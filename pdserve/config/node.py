@@ -97,7 +97,7 @@ class EngineConfig:
     node: str = ""
     """The node's name, for log lines; empty if it has none of its own."""
     records: bool = False
-    """Whether the API process wants the lanes of requests (``pdserve.wire.timeline``)."""
+    """Whether the API process wants the timelines of requests (``pdserve.wire.timeline``)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ from pdserve.engine.runner_loading import kept_block_kernels, load_runner, rank_
 from pdserve.engine.sampling.grammar_opener import GrammarOpener
 from pdserve.engine.sampling.pending_tokens import DeviceTokens
 from pdserve.engine.sampling.sampling_row import SamplingRow
-from pdserve.engine.scheduling.output_collector import LaneRecorder
+from pdserve.engine.scheduling.output_collector import TimelineRecorder
 from pdserve.engine.scheduling.request_limits import PromptRule, StopRule
 from pdserve.engine.speculation.guesses import by_model
 from pdserve.engine.step_loop import StepLoop
@@ -196,7 +196,7 @@ def assemble(
         grammars=grammars,
         cores=cores,
         give_back=give_freed_memory_back,
-        recorder=LaneRecorder() if config.records else None,
+        recorder=TimelineRecorder() if config.records else None,
         life=life.sign(step_loop(0)),
         ranks_s=0.0 if ranks is None else config.parallel.timeout_ms / 1000,
     )

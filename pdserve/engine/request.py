@@ -36,7 +36,7 @@ from pdserve.engine.kv_cache.prefix_cache import Match
 from pdserve.engine.sampling.grammar_matcher import GrammarMatcher
 from pdserve.engine.speculation.guesses import ModelDrafts, OwnText
 from pdserve.errors import EngineError
-from pdserve.tracing.lanes import LaneNotes
+from pdserve.tracing.timeline import TimelineNotes
 from pdserve.wire.engine import PrefillReason, PrefillSource
 from pdserve.wire.ids import RequestUuid, TransferId
 from pdserve.wire.sampling_params import PromptLogprobs, SampledToken, SamplingParams
@@ -210,7 +210,7 @@ class Request:
     facts: RequestFacts = field(default_factory=RequestFacts)
     first_token: SampledToken | None = None
     """The token that the push reports of this request, if it serves one."""
-    notes: LaneNotes | None = None
+    notes: TimelineNotes | None = None
     """What is noted of the request for its timeline; None if nothing is."""
 
     def __post_init__(self) -> None:

@@ -42,7 +42,7 @@ from pdserve.engine.placement.step_cost import StepCost
 from pdserve.engine.request import Request
 from pdserve.engine.sampling.grammar_opener import GrammarOpener
 from pdserve.engine.scheduling.batch_plan import BatchPlan
-from pdserve.engine.scheduling.output_collector import LaneRecorder, OutputCollector
+from pdserve.engine.scheduling.output_collector import OutputCollector, TimelineRecorder
 from pdserve.engine.scheduling.request_limits import PromptRule, StopRule
 from pdserve.engine.scheduling.scheduler import Scheduler
 from pdserve.errors import EngineError
@@ -182,7 +182,7 @@ class StepLoop:
         grammars: GrammarOpener,
         cores: Cores | None = None,
         give_back: Callable[[], object] | None = None,
-        recorder: LaneRecorder | None = None,
+        recorder: TimelineRecorder | None = None,
         life: LifeSign | None = None,
         ranks_s: float = 0.0,
     ) -> None:

@@ -1,11 +1,11 @@
-"""Makes OpenTelemetry spans of lanes, and sends them to a collector, from a thread of its own.
+"""Makes OpenTelemetry spans of timelines, and sends them to a collector, from a thread of its own.
 
-A lane is a span, each of its phases is a child of that, and its moments are events. Chunks are events of their prompt's
+A part is a span, each of its phases is a child of that, and its moments are events. Chunks are events of their prompt's
 ``prefill``. Names of attributes are OpenTelemetry's where it has some (HTTP, generative AI), and else begin with
 ``pdserve.``. No attribute has anything of a prompt or an answer.
 
 The spans are made when all is over, with the times and ids that were noted: nothing of OpenTelemetry runs beside a
-request, which costs an entry in a queue. When that is full, because the collector is gone or too slow, lanes are
+request, which costs an entry in a queue. When that is full, because the collector is gone or too slow, parts are
 dropped and counted. Only a process that exports spans imports this.
 """
 
@@ -36,7 +36,7 @@ from urllib3.exceptions import HTTPError
 from pdserve.log_format import LogThrottle
 from pdserve.metrics import installed
 from pdserve.tracing.tracing import SpanCounts
-from pdserve.wire.timeline import Moment, Phase, PhaseKind, ProcessKind, RequestLane, new_span_id
+from pdserve.wire.timeline import Moment, Phase, PhaseKind, ProcessKind, TimelinePart, new_span_id
 
 log = logging.getLogger(__name__)
 
@@ -61,11 +61,11 @@ _NO_PARENT = bytes(8)
 
 MAX_ANSWER_BYTES = 64 * 1024
 MAX_QUEUED = 2048
-"""The most lanes that wait for the thread."""
+"""The most parts that wait for the thread."""
 BATCH = 64
-"""The most lanes whose spans leave in one message."""
+"""The most parts whose spans leave in one message."""
 LINGER_S = 0.5
-"""A lane waits for so long for others that leave with it."""
+"""A part waits for so long for others that leave with it."""
 EXPORT_S = 5.0
 """How long the collector gets for a message, further attempts included."""
 WARN_EVERY_S = 60.0
@@ -79,36 +79,36 @@ class SpanMaker:
     resource: Resource
     scope: InstrumentationScope
 
-    def spans(self, lane: RequestLane, unix_ns: int) -> Iterator[ReadableSpan]:
-        """Yields the spans of a lane, which has a trace. ``unix_ns`` is what the monotonic clock lags behind 1970."""
-        assert lane.trace is not None and lane.end_s is not None
-        trace_id, own_id = lane.trace.trace_id, lane.span_id
+    def spans(self, part: TimelinePart, unix_ns: int) -> Iterator[ReadableSpan]:
+        """Yields the spans of a part, which has a trace. ``unix_ns`` is what the monotonic clock lags behind 1970."""
+        assert part.trace is not None and part.end_s is not None
+        trace_id, own_id = part.trace.trace_id, part.span_id
         own = _context(trace_id, own_id)
 
         def at(seconds: float) -> int:
             return unix_ns + int(seconds * 1e9)
 
-        chunks = [phase for phase in lane.phases if phase.kind is PhaseKind.CHUNK]
-        has_prefill = any(phase.kind is PhaseKind.PREFILL for phase in lane.phases)
+        chunks = [phase for phase in part.phases if phase.kind is PhaseKind.CHUNK]
+        has_prefill = any(phase.kind is PhaseKind.PREFILL for phase in part.phases)
         chunk_events = [Event("chunk", _given(_chunk_attributes(chunk)), at(chunk.end_s)) for chunk in chunks]
         events = [
-            Event(moment.kind.value, _given(_moment_attributes(moment)), at(moment.at_s)) for moment in lane.moments
+            Event(moment.kind.value, _given(_moment_attributes(moment)), at(moment.at_s)) for moment in part.moments
         ]
         yield ReadableSpan(
-            name=_name(lane),
+            name=_name(part),
             context=own,
-            parent=None if lane.trace.span_id == _NO_PARENT else _context(trace_id, lane.trace.span_id, remote=True),
+            parent=None if part.trace.span_id == _NO_PARENT else _context(trace_id, part.trace.span_id, remote=True),
             resource=self.resource,
-            attributes=_given(_lane_attributes(lane)),
+            attributes=_given(_part_attributes(part)),
             events=events if has_prefill else events + chunk_events,
-            kind=SpanKind.INTERNAL if lane.process is ProcessKind.ENGINE else SpanKind.SERVER,
-            status=_status(lane.outcome if lane.status < 500 else "failed"),
-            start_time=at(lane.start_s),
-            end_time=at(lane.end_s),
+            kind=SpanKind.INTERNAL if part.process is ProcessKind.ENGINE else SpanKind.SERVER,
+            status=_status(part.outcome if part.status < 500 else "failed"),
+            start_time=at(part.start_s),
+            end_time=at(part.end_s),
             instrumentation_scope=self.scope,
         )
         attempt_before: SpanContext | None = None
-        for phase in lane.phases:
+        for phase in part.phases:
             if phase.kind is PhaseKind.CHUNK:
                 continue
             context = _context(trace_id, phase.span_id or new_span_id())
@@ -122,7 +122,7 @@ class SpanMaker:
                 context=context,
                 parent=own,
                 resource=self.resource,
-                attributes=_given(_phase_attributes(lane, phase)),
+                attributes=_given(_phase_attributes(part, phase)),
                 events=chunk_events if phase.kind is PhaseKind.PREFILL else (),
                 links=links,
                 kind=SpanKind.CLIENT if phase.kind in _CALLS else SpanKind.INTERNAL,
@@ -133,52 +133,52 @@ class SpanMaker:
             )
 
 
-def _name(lane: RequestLane) -> str:
-    match lane.process:
+def _name(part: TimelinePart) -> str:
+    match part.process:
         case ProcessKind.PROXY:
-            return f"POST {lane.route}"
+            return f"POST {part.route}"
         case ProcessKind.API:
-            return f"{_OPERATIONS.get(lane.route, 'answer')} {lane.model}"
+            return f"{_OPERATIONS.get(part.route, 'answer')} {part.model}"
         case ProcessKind.ENGINE:
             return "engine"
         case ProcessKind.PREFILL_ENGINE:
             return "prefill engine"
 
 
-def _lane_attributes(lane: RequestLane) -> dict[str, Value | None]:
+def _part_attributes(part: TimelinePart) -> dict[str, Value | None]:
     attributes: dict[str, Value | None] = {
-        "pdserve.request_id": lane.request_id,
-        "pdserve.process": lane.process.value,
-        "pdserve.node": lane.node,
-        "pdserve.outcome": lane.outcome,
-        "pdserve.left_out": lane.left_out,
-        "gen_ai.request.model": lane.model,
-        "gen_ai.usage.input_tokens": lane.prompt_tokens,
-        "gen_ai.usage.output_tokens": lane.output_tokens,
-        "gen_ai.usage.cache_read.input_tokens": lane.cached_tokens,
-        "pdserve.drafts": lane.drafts or None,
-        "pdserve.accepted_drafts": lane.accepted_drafts if lane.drafts else None,
+        "pdserve.request_id": part.request_id,
+        "pdserve.process": part.process.value,
+        "pdserve.node": part.node,
+        "pdserve.outcome": part.outcome,
+        "pdserve.left_out": part.left_out,
+        "gen_ai.request.model": part.model,
+        "gen_ai.usage.input_tokens": part.prompt_tokens,
+        "gen_ai.usage.output_tokens": part.output_tokens,
+        "gen_ai.usage.cache_read.input_tokens": part.cached_tokens,
+        "pdserve.drafts": part.drafts or None,
+        "pdserve.accepted_drafts": part.accepted_drafts if part.drafts else None,
     }
-    if lane.process is ProcessKind.PROXY:
-        attributes |= {"http.route": lane.route, "http.response.status_code": lane.status}
-    if lane.process is ProcessKind.API:
+    if part.process is ProcessKind.PROXY:
+        attributes |= {"http.route": part.route, "http.response.status_code": part.status}
+    if part.process is ProcessKind.API:
         attributes |= {
-            "gen_ai.operation.name": _OPERATIONS.get(lane.route),
+            "gen_ai.operation.name": _OPERATIONS.get(part.route),
             "gen_ai.provider.name": "pdserve",
-            "gen_ai.response.model": lane.model,
-            "gen_ai.response.finish_reasons": tuple(lane.outcome.split("+")),
-            "pdserve.attempt": lane.attempt,
+            "gen_ai.response.model": part.model,
+            "gen_ai.response.finish_reasons": tuple(part.outcome.split("+")),
+            "pdserve.attempt": part.attempt,
         }
-    if lane.gaps is not None:
-        attributes["pdserve.gaps.count"] = sum(lane.gaps.counts)
-        attributes["pdserve.gaps.longest_ms"] = max((gap.seconds for gap in lane.gaps.longest), default=0.0) * 1000
+    if part.gaps is not None:
+        attributes["pdserve.gaps.count"] = sum(part.gaps.counts)
+        attributes["pdserve.gaps.longest_ms"] = max((gap.seconds for gap in part.gaps.longest), default=0.0) * 1000
     return attributes
 
 
-def _phase_attributes(lane: RequestLane, phase: Phase) -> dict[str, Value | None]:
+def _phase_attributes(part: TimelinePart, phase: Phase) -> dict[str, Value | None]:
     """A decode phase has as many steps as tokens: steps have no spans of their own."""
     return {
-        "pdserve.request_id": lane.request_id,
+        "pdserve.request_id": part.request_id,
         "pdserve.peer": phase.node,
         "pdserve.prefill": phase.prefill,
         "pdserve.outcome": phase.outcome,
@@ -316,22 +316,22 @@ class SpanExport:
         self._counts = counts
         self._throttle = LogThrottle(WARN_EVERY_S)
         self._overflowed = 0
-        """The lanes for which the queue was full. Only ``add`` counts, and only the thread compares."""
+        """The parts for which the queue was full. Only ``add`` counts, and only the thread compares."""
         self._reported_overflow = 0
         self._tell_overflow_s = 0.0
-        self._queue: deque[RequestLane] = deque()
+        self._queue: deque[TimelinePart] = deque()
         self._news = threading.Event()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="spans", daemon=True)
         self._thread.start()
 
-    def add(self, lane: RequestLane) -> None:
-        """Queues the spans of a lane that has ended. Never waits."""
+    def add(self, part: TimelinePart) -> None:
+        """Queues the spans of a part that has ended. Never waits."""
         if len(self._queue) >= MAX_QUEUED or self._stop.is_set():
             self._counts.dropped += 1
             self._overflowed += 1
             return
-        self._queue.append(lane)
+        self._queue.append(part)
         if not self._news.is_set():
             self._news.set()
 
@@ -349,8 +349,8 @@ class SpanExport:
             self._news.wait()
             self._stop.wait(LINGER_S)
             self._news.clear()
-            while lanes := self._take():
-                self._export(lanes)
+            while parts := self._take():
+                self._export(parts)
                 self._warn_of_overflow(time.monotonic())
             if self._stop.is_set() and not self._queue:
                 return
@@ -368,21 +368,21 @@ class SpanExport:
             MAX_QUEUED,
         )
 
-    def _take(self) -> list[RequestLane]:
+    def _take(self) -> list[TimelinePart]:
         return [self._queue.popleft() for _ in range(min(BATCH, len(self._queue)))]
 
-    def _export(self, lanes: Sequence[RequestLane]) -> None:
+    def _export(self, parts: Sequence[TimelinePart]) -> None:
         unix_ns = time.time_ns() - time.monotonic_ns()
         try:
-            spans = [span for lane in lanes for span in self._maker.spans(lane, unix_ns)]
+            spans = [span for part in parts for span in self._maker.spans(part, unix_ns)]
             done = self._exporter.export(spans) is SpanExportResult.SUCCESS
         except Exception:  # a defect here must not end the thread, and with it every later span
             log.exception("spans could not be made or sent")
             done = False
         if done:
-            self._counts.exported += len(lanes)
+            self._counts.exported += len(parts)
             return
-        self._counts.dropped += len(lanes)
+        self._counts.dropped += len(parts)
         if failures := self._throttle.add(time.monotonic()):
             log.warning("%s does not take spans: %d message(s) of them were dropped", self._endpoint, failures)
 

@@ -14,58 +14,58 @@ from prometheus_client.core import CounterMetricFamily
 from prometheus_client.registry import Collector
 
 from pdserve.config import TraceConfig
-from pdserve.wire.timeline import RequestLane, TraceContext, new_trace_id, read_traceparent
+from pdserve.wire.timeline import TimelinePart, TraceContext, new_trace_id, read_traceparent
 
 MAX_RECALLED = 64
-"""The most lanes with one id that are looked up: ids are the clients', and may be all alike."""
+"""The most parts with one id that are looked up: ids are the clients', and may be all alike."""
 
 
-class LaneRecord(Protocol):
-    """Something of which a lane can be made."""
+class TimelineRecord(Protocol):
+    """Something of which a part of a timeline can be made."""
 
     @property
     def request_id(self) -> str: ...
 
-    def lane(self) -> RequestLane:
-        """Returns the lane."""
+    def part(self) -> TimelinePart:
+        """Returns the part."""
 
 
-class RecentLanes:
-    """The newest lanes. Used by one thread."""
+class RecentParts:
+    """The newest parts. Used by one thread."""
 
     def __init__(self, count: int) -> None:
-        """Keeps ``count`` lanes."""
-        self._lanes: deque[RequestLane | LaneRecord] = deque(maxlen=count)
-        self.export: Callable[[RequestLane], None] | None = None
-        """Gets each lane that belongs to a trace."""
+        """Keeps ``count`` parts."""
+        self._parts: deque[TimelinePart | TimelineRecord] = deque(maxlen=count)
+        self.export: Callable[[TimelinePart], None] | None = None
+        """Gets each part that belongs to a trace."""
 
-        self.live: Callable[[str], Iterable[RequestLane]] = lambda _: ()
-        """Returns the lanes of requests with this id that are under way."""
+        self.live: Callable[[str], Iterable[TimelinePart]] = lambda _: ()
+        """Returns the parts of requests with this id that are under way."""
 
     @property
     def wanted(self) -> bool:
-        """Whether lanes are of any use: if not, nothing is to be noted."""
-        return bool(self._lanes.maxlen) or self.export is not None
+        """Whether parts are of any use: if not, nothing is to be noted."""
+        return bool(self._parts.maxlen) or self.export is not None
 
-    def add(self, lane: RequestLane) -> None:
-        self._lanes.append(lane)
-        if self.export is not None and lane.trace is not None:
-            self.export(lane)
+    def add(self, part: TimelinePart) -> None:
+        self._parts.append(part)
+        if self.export is not None and part.trace is not None:
+            self.export(part)
 
-    def add_record(self, record: LaneRecord, *, traced: bool) -> None:
-        """Does what ``add`` does with the lane of ``record``, which is made only if somebody wants it.
+    def add_record(self, record: TimelineRecord, *, traced: bool) -> None:
+        """Does what ``add`` does with the part of ``record``, which is made only if somebody wants it.
 
-        ``traced`` says whether the lane belongs to a trace.
+        ``traced`` says whether the part belongs to a trace.
         """
         if traced and self.export is not None:
-            self.add(record.lane())
+            self.add(record.part())
         else:
-            self._lanes.append(record)
+            self._parts.append(record)
 
-    def recall(self, request_id: str) -> tuple[RequestLane, ...]:
-        """Returns the lanes of the requests with this id, the newest ``MAX_RECALLED`` of them."""
-        kept = [one for one in self._lanes if one.request_id == request_id]
-        found = [one if isinstance(one, RequestLane) else one.lane() for one in kept[-MAX_RECALLED:]]
+    def recall(self, request_id: str) -> tuple[TimelinePart, ...]:
+        """Returns the parts of the requests with this id, the newest ``MAX_RECALLED`` of them."""
+        kept = [one for one in self._parts if one.request_id == request_id]
+        found = [one if isinstance(one, TimelinePart) else one.part() for one in kept[-MAX_RECALLED:]]
         found += self.live(request_id)
         return tuple(found[-MAX_RECALLED:])
 
@@ -96,17 +96,17 @@ FLUSH_S = 2.0
 
 
 class Tracing:
-    """The lanes of one process, and the contexts of the traces that begin in it."""
+    """The parts of one process, and the contexts of the traces that begin in it."""
 
     def __init__(self, config: TraceConfig | None = None) -> None:
         """Without ``config`` nothing is recorded, and nothing is exported."""
         self._config = config or TraceConfig(kept_timelines=0)
-        self.lanes = RecentLanes(self._config.kept_timelines)
+        self.parts = RecentParts(self._config.kept_timelines)
 
     @property
     def exports(self) -> bool:
         """Whether this process exports spans now."""
-        return self.lanes.export is not None
+        return self.parts.export is not None
 
     def begin(self, traceparent: str | None) -> TraceContext | None:
         """Returns the context of a request: its client's, or that of a new trace. None if nobody exports it."""
@@ -129,9 +129,9 @@ class Tracing:
         from pdserve.tracing.span_export import SpanExport
 
         export = SpanExport(self._config.otlp_endpoint, attributes, counts)
-        self.lanes.export = export.add
+        self.parts.export = export.add
         try:
             yield
         finally:
-            self.lanes.export = None
+            self.parts.export = None
             await asyncio.to_thread(export.close, FLUSH_S)

@@ -31,7 +31,7 @@ class Drain(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="
 
 
 class Recall(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="recall"):
-    """Asks what the node remembers of the requests with this id. It changes nothing. The answer: ``RecalledLanes``."""
+    """Asks what the node remembers of the requests with this id. It changes nothing. The answer: ``RecalledParts``."""
 
     request_id: RequestId
 

@@ -25,7 +25,7 @@ from pdserve.wire.engine_counts import (
 from pdserve.wire.ids import RequestUuid
 from pdserve.wire.sampling_params import PromptLogprobs, SamplingParams, TokenLogprobs
 from pdserve.wire.terms import Terms
-from pdserve.wire.timeline import RequestLane
+from pdserve.wire.timeline import TimelinePart
 
 # ---------------------------------------------------------------- API → engine
 
@@ -366,7 +366,7 @@ class RoomWanted(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fi
 class Recorded(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="recorded"):
     """What the engine remembers of requests that have ended, those of other nodes among them."""
 
-    lanes: list[RequestLane]
+    parts: list[TimelinePart]
 
 
 class Stats(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="stats"):

@@ -5,7 +5,7 @@ it sends ``WorkerReady``. A worker answers each ``WorkerPing``, unless its event
 have ended since it last sent them in answer to one, and else with ``WorkerPong``. A worker that is asked for
 ``/metrics`` sends ``Scrape``; the supervisor sends ``Collect`` to every worker, adds up the ``Counts`` that come back,
 and answers ``Scraped``. For ``/status`` it is the same: ``AskStatus``, ``CollectStatus``, ``StatusPart`` and
-``StatusReply``. So it is for a request's timeline: ``AskTimeline``, ``CollectTimeline``, ``TimelinePart`` and
+``StatusReply``. So it is for a request's timeline: ``AskTimeline``, ``CollectTimeline``, ``CollectedParts`` and
 ``TimelineReply``. When the supervisor has read its files again, it sends ``Renewed``. A worker with one of whose
 requests two nodes were lost sends ``Suspected``, which the supervisor passes on to the others, and to each that greets
 it later.
@@ -27,7 +27,7 @@ from pdserve.http.tls import Certificate
 from pdserve.wire.discovery import NodeInfo, NodeLoad
 from pdserve.wire.ids import BootId, RequestId
 from pdserve.wire.status import RelayStatus
-from pdserve.wire.timeline import RequestLane
+from pdserve.wire.timeline import TimelinePart
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,15 +172,15 @@ class CollectTimeline(
     request_id: RequestId
 
 
-class TimelinePart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="timeline_part"):
+class CollectedParts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="collected_parts"):
     number: int
     """The number of the ``CollectTimeline`` that this answers."""
-    lanes: tuple[RequestLane, ...]
+    parts: tuple[TimelinePart, ...]
 
 
 class TimelineReply(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="timeline_reply"):
     number: int
-    lanes: tuple[RequestLane, ...]
+    parts: tuple[TimelinePart, ...]
     """What all workers remember of the requests with the id."""
 
 
@@ -297,7 +297,7 @@ ToSupervisor: TypeAlias = (
     | AskStatus
     | StatusPart
     | AskTimeline
-    | TimelinePart
+    | CollectedParts
     | BeginResponse
     | FinishResponse
     | AbandonResponse

@@ -1,10 +1,10 @@
 """What each process remembers of a request that it took part in: the phases, moments and gaps of its timeline.
 
-An engine sends the lanes of ended requests to its API process (``engine.Recorded``). An API process and a proxy keep
-the newest ones. A node gives its lanes to whoever signs the command ``Recall`` with the cluster secret. A proxy puts
-the lanes of all processes together, as JSON (``Timeline``).
+An engine sends the parts of ended requests to its API process (``engine.Recorded``). An API process and a proxy keep
+the newest ones. A node gives its parts to whoever signs the command ``Recall`` with the cluster secret. A proxy puts
+the parts of all processes together, as JSON (``Timeline``).
 
-Times are seconds. In a lane they are of the monotonic clock of its machine; in a ``Timeline``, from its beginning.
+Times are seconds. In a part they are of the monotonic clock of its machine; in a ``Timeline``, from its beginning.
 Nothing here says what a prompt or an answer contains.
 
 A request may belong to a trace (``TraceContext``). Clients say so in the header ``traceparent``, as W3C Trace Context
@@ -112,7 +112,7 @@ class MomentKind(enum.Enum):
 
 
 class Phase(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A part of what one process did for a request."""
+    """Something that one process did for a request, from one time to another."""
 
     kind: PhaseKind
     start_s: float
@@ -158,8 +158,8 @@ class Gaps(msgspec.Struct, frozen=True):
     """The longest ones, in the order of time."""
 
 
-class RequestLane(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What one process did for one request. A client request has one lane at its proxy, and more at each node."""
+class TimelinePart(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What one process did for one request. A client request has one part at its proxy, and more at each node."""
 
     request_id: str
     process: ProcessKind
@@ -188,20 +188,20 @@ class RequestLane(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     left_out: int = 0
     """The phases and moments beyond the bounds."""
     clock_error_s: float = 0.0
-    """In a ``Timeline``: all times of this lane may be earlier or later by so much."""
+    """In a ``Timeline``: all times of this part may be earlier or later by so much."""
     trace: TraceContext | None = None
-    """The span that this lane hangs from; None if nobody exports it."""
+    """The span that this part hangs from; None if nobody exports it."""
     span_id: bytes = b""
 
 
-class RecalledLanes(msgspec.Struct, frozen=True):
+class RecalledParts(msgspec.Struct, frozen=True):
     """What a node knows of the requests with one id: the answer to ``Recall``, as JSON."""
 
     now_s: float
     """The node's monotonic clock as it answered."""
     taken_s: float
     """How long the node took for the answer."""
-    lanes: tuple[RequestLane, ...]
+    parts: tuple[TimelinePart, ...]
 
 
 class Timeline(msgspec.Struct, frozen=True, kw_only=True):
@@ -213,7 +213,7 @@ class Timeline(msgspec.Struct, frozen=True, kw_only=True):
     duration_s: float
     """The time to its end, or until now."""
     finished: bool
-    lanes: tuple[RequestLane, ...]
-    """The proxy's lane comes first, and then the others by their beginning."""
+    parts: tuple[TimelinePart, ...]
+    """The proxy's part comes first, and then the others by their beginning."""
     silent: tuple[str, ...] = ()
-    """The nodes that did not answer: their lanes are missing."""
+    """The nodes that did not answer: their parts are missing."""

@@ -19,7 +19,7 @@ from pdserve.settings import is_loopback
 from pdserve.signals import Reread, on_hangup, stop_signals
 from pdserve.tracing.tracing import Tracing
 from pdserve.wire.ids import new_id
-from pdserve.wire.timeline import RequestLane
+from pdserve.wire.timeline import TimelinePart
 from pdserve_proxy.continuation.losses import Suspects
 from pdserve_proxy.credentials import LiveCredentials, read_credentials
 from pdserve_proxy.metrics import ProxyMetrics, render_families
@@ -148,12 +148,12 @@ async def run(
             metrics.watch_store(store)
         tracing = Tracing(config.trace)
 
-        async def lanes(request_id: str) -> Sequence[RequestLane]:
-            return tracing.lanes.recall(request_id)
+        async def parts(request_id: str) -> Sequence[TimelinePart]:
+            return tracing.parts.recall(request_id)
 
         storage = None if store is None else OwnStorage(store)
         suspects = Suspects(config.relay.suspect_s)
-        state = ProcessState(registry, attempts, metrics, scrape, report, tracing, lanes, suspects, storage)
+        state = ProcessState(registry, attempts, metrics, scrape, report, tracing, parts, suspects, storage)
         async with asyncio.TaskGroup() as tasks:
             background = [tasks.create_task(discovery.run())]
             if config.roles.roles is RoleChoice.AUTO:

@@ -28,7 +28,7 @@ from pdserve_proxy.responses.store import ResponseStorage, StoreLimits
 from pdserve_proxy.routing.attempts import Attempts
 from pdserve_proxy.status.access import StatusAccess
 from pdserve_proxy.status.routes import COMMANDS_PATH, Report, StatusRoutes
-from pdserve_proxy.timelines import OwnLanes, Timelines
+from pdserve_proxy.timelines import OwnParts, Timelines
 from pdserve_proxy.upstream.node_command import NodeCommander
 
 log = logging.getLogger(__name__)
@@ -57,8 +57,8 @@ class ProcessState:
     scrape: RenderMetrics
     report: Report
     tracing: Tracing
-    lanes: OwnLanes
-    """Returns the lanes that all processes of the proxy have."""
+    parts: OwnParts
+    """Returns the parts that all processes of the proxy have."""
     suspects: Suspects
     storage: ResponseStorage | None = None
     """The responses that are stored; None if none are."""
@@ -97,7 +97,7 @@ async def serve_clients(
         NodeCommander(credentials.secrets, credentials.trust) as commander,
     ):
         status = StatusRoutes(access, state.report, state.registry, commander, metrics.counts.incidents)
-        timelines = Timelines(state.registry, state.lanes, commander)
+        timelines = Timelines(state.registry, state.parts, commander)
         app = build_app(
             config,
             credentials,

@@ -9,9 +9,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeAlias
 
 from pdserve.errors import NotFound, TooManyRequests
-from pdserve.tracing.lanes import joined_timeline
+from pdserve.tracing.timeline import joined_timeline
 from pdserve.wire.discovery import NodeInfo
-from pdserve.wire.timeline import PhaseKind, RequestLane, Timeline
+from pdserve.wire.timeline import PhaseKind, Timeline, TimelinePart
 from pdserve_proxy.registry.snapshot import RegistryView
 from pdserve_proxy.upstream.node_command import CommandRefused, NodeCommander
 
@@ -24,14 +24,14 @@ MAX_ASKED = 64
 MAX_AT_ONCE = 4
 """The most timelines that are looked for at once."""
 
-OwnLanes: TypeAlias = Callable[[str], Awaitable[Sequence[RequestLane]]]
+OwnParts: TypeAlias = Callable[[str], Awaitable[Sequence[TimelinePart]]]
 """Returns what the processes of this proxy remember of the requests with an id."""
 
 
 class Timelines:
     """Asks, for the clients of one process of a proxy."""
 
-    def __init__(self, registry: RegistryView, own: OwnLanes, commander: NodeCommander) -> None:
+    def __init__(self, registry: RegistryView, own: OwnParts, commander: NodeCommander) -> None:
         self._registry = registry
         self._own = own
         self._commander = commander
@@ -51,16 +51,16 @@ class Timelines:
             self._searches -= 1
 
     async def _find(self, request_id: str) -> Timeline:
-        lanes = list(await self._own(request_id))
-        nodes = self._asked(lanes)
+        parts = list(await self._own(request_id))
+        nodes = self._asked(parts)
         silent = []
         answers = await asyncio.gather(*(self._ask(node, request_id) for node in nodes))
         for node, found in zip(nodes, answers, strict=True):
             if found is None:
                 silent.append(node.name)
             else:
-                lanes += found
-        timeline = joined_timeline(request_id, lanes, time.monotonic(), time.time(), silent)
+                parts += found
+        timeline = joined_timeline(request_id, parts, time.monotonic(), time.time(), silent)
         if timeline is None:
             raise NotFound(
                 f"nobody remembers a request {request_id!r}: it is not known, or too old (--kept-timelines)",
@@ -68,14 +68,14 @@ class Timelines:
             )
         return timeline
 
-    def _asked(self, lanes: Sequence[RequestLane]) -> list[NodeInfo]:
+    def _asked(self, parts: Sequence[TimelinePart]) -> list[NodeInfo]:
         """Returns the nodes to ask: any of them may have given blocks, or prepared to go on with the answer."""
-        phases = [phase for lane in lanes for phase in lane.phases if phase.kind is PhaseKind.ATTEMPT]
+        phases = [phase for part in parts for phase in part.phases if phase.kind is PhaseKind.ATTEMPT]
         named = {name for phase in phases for name in (phase.node, phase.prefill)}
         nodes = [node.info for node in self._registry.snapshot().nodes]
         return sorted(nodes, key=lambda node: node.name not in named)[:MAX_ASKED]
 
-    async def _ask(self, node: NodeInfo, request_id: str) -> list[RequestLane] | None:
+    async def _ask(self, node: NodeInfo, request_id: str) -> list[TimelinePart] | None:
         """Returns what the node remembers, on this machine's clock; None if it does not say."""
         # The first answer may come over a new connection. The second one tells the clocks apart better.
         try:
@@ -86,5 +86,5 @@ class Timelines:
         return min(recalled, key=_clock_error_s)
 
 
-def _clock_error_s(lanes: Sequence[RequestLane]) -> float:
-    return max((lane.clock_error_s for lane in lanes), default=0.0)
+def _clock_error_s(parts: Sequence[TimelinePart]) -> float:
+    return max((part.clock_error_s for part in parts), default=0.0)

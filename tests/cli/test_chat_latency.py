@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pdserve.cli.chat.server import Answer, latency_line
-from pdserve.wire.timeline import Moment, MomentKind, Phase, PhaseKind, ProcessKind, RequestLane, Timeline
+from pdserve.wire.timeline import Moment, MomentKind, Phase, PhaseKind, ProcessKind, Timeline, TimelinePart
 
 
 def answer(**more: object) -> Answer:
@@ -23,12 +23,12 @@ def timeline(
     *attempts: Phase, moments: tuple[Moment, ...] = (), fetch: str = "", cached: int = 0, engine: str = ""
 ) -> Timeline:
     """``engine`` is the node whose engine remembers the request: by default that of the first attempt."""
-    lanes = [
-        RequestLane(request_id="r", process=ProcessKind.PROXY, start_s=0, end_s=3, phases=attempts, moments=moments)
+    parts = [
+        TimelinePart(request_id="r", process=ProcessKind.PROXY, start_s=0, end_s=3, phases=attempts, moments=moments)
     ]
     phases = (Phase(kind=PhaseKind.FETCH, start_s=0, end_s=1, node=fetch, outcome="landed"),) if fetch else ()
-    lanes.append(
-        RequestLane(
+    parts.append(
+        TimelinePart(
             request_id="r",
             process=ProcessKind.ENGINE,
             node=engine or attempts[0].node,
@@ -38,7 +38,7 @@ def timeline(
             cached_tokens=cached,
         )
     )
-    return Timeline(request_id="r", began=0.0, duration_s=3.0, finished=True, lanes=tuple(lanes))
+    return Timeline(request_id="r", began=0.0, duration_s=3.0, finished=True, parts=tuple(parts))
 
 
 def test_a_server_that_says_nothing_of_nodes_is_timed() -> None:

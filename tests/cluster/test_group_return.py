@@ -53,7 +53,7 @@ class Stream:
 
     def node(self) -> Node:
         """Returns the node that answers."""
-        proxy, *_ = http(f"{self._running.url}/requests/{self._label}/timeline").json()["lanes"]
+        proxy, *_ = http(f"{self._running.url}/requests/{self._label}/timeline").json()["parts"]
         # An attempt at a node that has just been lost may have come before.
         *_, name = (phase["node"] for phase in proxy["phases"] if phase["kind"] == "attempt")
         return next(node for node in self._running.nodes if node.name == name)

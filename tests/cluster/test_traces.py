@@ -77,26 +77,26 @@ def test_one_trace_has_the_request_in_all_processes(traced: Cluster, collector: 
     processes = {"proxy", "api", "engine", "prefill_engine"}
     eventually(lambda: by_process(collector.of(TRACE)).keys() == processes, "spans of every process")
     spans = collector.of(TRACE)
-    lanes, by_id = by_process(spans), {span.span_id: span for span in spans}
+    parts, by_id = by_process(spans), {span.span_id: span for span in spans}
     assert len(by_id) == len(spans)
-    assert lanes["proxy"].parent == PARENT
-    attempt = by_id[lanes["api"].parent]
-    assert (attempt.name, attempt.parent) == ("attempt", lanes["proxy"].span_id)
-    assert lanes["engine"].parent == lanes["api"].span_id
-    fetch = by_id[lanes["prefill_engine"].parent]
-    assert (fetch.name, fetch.parent) == ("fetch", lanes["engine"].span_id)
+    assert parts["proxy"].parent == PARENT
+    attempt = by_id[parts["api"].parent]
+    assert (attempt.name, attempt.parent) == ("attempt", parts["proxy"].span_id)
+    assert parts["engine"].parent == parts["api"].span_id
+    fetch = by_id[parts["prefill_engine"].parent]
+    assert (fetch.name, fetch.parent) == ("fetch", parts["engine"].span_id)
     assert fetch.attributes["pdserve.peer"] == "prefill-0"
     assert fetch.attributes["pdserve.bytes"] != 0
-    nodes = {name: lane.resource.get("pdserve.node") for name, lane in lanes.items()}
+    nodes = {name: part.resource.get("pdserve.node") for name, part in parts.items()}
     assert nodes == {"proxy": None, "api": "decode-0", "engine": "decode-0", "prefill_engine": "prefill-0"}
-    answer = lanes["api"].attributes
+    answer = parts["api"].attributes
     assert answer["gen_ai.request.model"] == MODEL
     assert (answer["gen_ai.usage.input_tokens"], answer["gen_ai.usage.output_tokens"]) == (PROMPT, OUTPUT)
     assert answer["gen_ai.response.finish_reasons"] == ["length"]
-    children = {span.name: span for span in spans if span.parent == lanes["prefill_engine"].span_id}
+    children = {span.name: span for span in spans if span.parent == parts["prefill_engine"].span_id}
     assert children.keys() == {"queue", "prefill", "push"}
     assert set(children["prefill"].events) == {"chunk"}
-    assert {span.name for span in spans if span.parent == lanes["engine"].span_id} == {"queue", "fetch", "decode"}
+    assert {span.name for span in spans if span.parent == parts["engine"].span_id} == {"queue", "fetch", "decode"}
     assert not any(span.failed for span in spans)
     assert {span.attributes["pdserve.request_id"] for span in spans} == {LABEL}
 
@@ -110,25 +110,25 @@ def test_nothing_of_the_request_itself_is_exported(traced: Cluster, collector: R
 def test_the_timeline_is_the_same_whichever_process_is_asked(traced: Cluster) -> None:
     # Each question is a connection of its own, which the system gives to either worker.
     found = [timeline(traced, LABEL) for _ in range(6)]
-    assert all(one["lanes"][0] == found[0]["lanes"][0] for one in found)
-    lanes = {lane["process"]: lane for lane in found[0]["lanes"]}
-    assert list(lanes) == ["proxy", "api", "engine", "prefill_engine"]
+    assert all(one["parts"][0] == found[0]["parts"][0] for one in found)
+    parts = {part["process"]: part for part in found[0]["parts"]}
+    assert list(parts) == ["proxy", "api", "engine", "prefill_engine"]
     assert (found[0]["finished"], found[0]["silent"]) == (True, [])
-    assert (lanes["proxy"]["status"], lanes["proxy"]["outcome"], lanes["proxy"]["start_s"]) == (200, "ok", 0.0)
-    phases = {name: {phase["kind"]: phase for phase in lane["phases"]} for name, lane in lanes.items()}
+    assert (parts["proxy"]["status"], parts["proxy"]["outcome"], parts["proxy"]["start_s"]) == (200, "ok", 0.0)
+    phases = {name: {phase["kind"]: phase for phase in part["phases"]} for name, part in parts.items()}
     assert phases["engine"]["fetch"]["blocks"] == phases["prefill_engine"]["push"]["blocks"] > 1
-    chunks = [phase for phase in lanes["prefill_engine"]["phases"] if phase["kind"] == "chunk"]
+    chunks = [phase for phase in parts["prefill_engine"]["phases"] if phase["kind"] == "chunk"]
     assert len(chunks) >= 2
     assert sum(chunk["tokens"] for chunk in chunks) == PROMPT
     assert phases["engine"]["decode"]["tokens"] == OUTPUT - 1
-    assert sum(lanes["api"]["gaps"]["counts"]) <= OUTPUT - 1
+    assert sum(parts["api"]["gaps"]["counts"]) <= OUTPUT - 1
     for name in ("api", "engine", "prefill_engine"):
-        error_s = lanes[name]["clock_error_s"] + 0.002
-        assert 0 < lanes[name]["clock_error_s"] < 2.0
-        assert lanes[name]["start_s"] >= -error_s
-        assert lanes[name]["phases"][0]["start_s"] <= found[0]["duration_s"] + error_s
-    error_s = lanes["engine"]["clock_error_s"] + lanes["prefill_engine"]["clock_error_s"]
-    assert lanes["prefill_engine"]["start_s"] >= phases["engine"]["fetch"]["start_s"] - error_s
+        error_s = parts[name]["clock_error_s"] + 0.002
+        assert 0 < parts[name]["clock_error_s"] < 2.0
+        assert parts[name]["start_s"] >= -error_s
+        assert parts[name]["phases"][0]["start_s"] <= found[0]["duration_s"] + error_s
+    error_s = parts["engine"]["clock_error_s"] + parts["prefill_engine"]["clock_error_s"]
+    assert parts["prefill_engine"]["start_s"] >= phases["engine"]["fetch"]["start_s"] - error_s
 
 
 def test_the_command_draws_it(traced: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
@@ -161,7 +161,7 @@ def test_a_client_may_leave_its_trace_out(traced: Cluster, collector: Receiver) 
     complete(traced, "sampled", f"00-{trace[::-1]}-{PARENT}-01")
     eventually(lambda: len(by_process(collector.of(trace[::-1]))) == 4, "spans of the later request")
     assert collector.of(trace) == []
-    assert len(timeline(traced, "unsampled")["lanes"]) == 4
+    assert len(timeline(traced, "unsampled")["parts"]) == 4
 
 
 def test_every_line_of_every_process_is_json_and_names_the_request(traced: Cluster) -> None:

@@ -29,7 +29,7 @@ def test_answers_go_on_when_a_rank_dies(model: Path) -> None:
         clients = requests("killed", running.url, ONLY)
         until_received(clients["greedy"], 3000)
         # Which node answers a stream is chance. Its timeline tells it.
-        proxy, *_ = http(f"{running.url}/requests/{clients['greedy'].label}/timeline").json()["lanes"]
+        proxy, *_ = http(f"{running.url}/requests/{clients['greedy'].label}/timeline").json()["parts"]
         (answers,) = (phase["node"] for phase in proxy["phases"] if phase["kind"] == "attempt")
         victim, other = sorted(running.decode, key=lambda node: node.name != answers)
         engine = engine_pid(victim)

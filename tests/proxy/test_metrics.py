@@ -10,7 +10,7 @@ import zmq
 import zmq.asyncio
 from prometheus_client.parser import text_string_to_metric_families
 
-from pdserve.tracing.tracing import RecentLanes
+from pdserve.tracing.tracing import RecentParts
 from pdserve.wire.discovery import Register, Role
 from pdserve.wire.proxy_workers import Credentials
 from pdserve_proxy.continuation.losses import Suspects
@@ -111,7 +111,7 @@ async def test_what_a_worker_counted_outlives_it_though_nobody_asked(
             SupervisorChannel(
                 *(address, name, RegistryMirror(Attempts()), of_worker),
                 LiveCredentials(Credentials(SECRET, ())),
-                RecentLanes(0),
+                RecentParts(0),
                 Suspects(60.0),
             )
             for name, of_worker in zip(names, metrics, strict=True)

@@ -33,11 +33,11 @@ async def test_a_resumed_stream_has_both_attempts_and_its_gap() -> None:
         assert await ask(running, "chat-1") == 200
         status, found = await timeline(running, "chat-1")
         assert (status, found["finished"]) == (200, True)
-        (lane,) = found["lanes"]
-        attempts = [phase for phase in lane["phases"] if phase["kind"] == "attempt"]
+        (part,) = found["parts"]
+        attempts = [phase for phase in part["phases"] if phase["kind"] == "attempt"]
         assert [attempt["outcome"] for attempt in attempts] == ["left", "ok"]
         assert attempts[0]["end_s"] <= attempts[1]["start_s"]
-        moments = {moment["kind"]: moment for moment in lane["moments"]}
+        moments = {moment["kind"]: moment for moment in part["moments"]}
         assert moments.keys() == {"first_byte", "lost", "resumed"}
         assert moments["lost"]["node"] == attempts[0]["node"]
         assert moments["resumed"]["node"] == attempts[1]["node"]

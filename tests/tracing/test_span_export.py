@@ -1,4 +1,4 @@
-"""Tests how lanes become spans, and that a collector which is gone costs requests nothing."""
+"""Tests how timelines become spans, and that a collector which is gone costs requests nothing."""
 
 from __future__ import annotations
 
@@ -14,40 +14,40 @@ import requests
 from pdserve.config import TraceConfig
 from pdserve.errors import ConfigError
 from pdserve.settings.load import check
-from pdserve.tracing.lanes import LaneNotes
 from pdserve.tracing.span_export import MAX_QUEUED, BoundedSession, SpanExport, traces_url
+from pdserve.tracing.timeline import TimelineNotes
 from pdserve.tracing.tracing import NO_PARENT, SpanCounts, Tracing
-from pdserve.wire.timeline import MomentKind, PhaseKind, ProcessKind, RequestLane, TraceContext
+from pdserve.wire.timeline import MomentKind, PhaseKind, ProcessKind, TimelinePart, TraceContext
 from tests.tracing.receiver import receiver
 
 TRACE = TraceContext(bytes(range(16)), b"p" * 8)
 
 
-def proxy_lane(outcome: str = "ok", status: int = 200) -> RequestLane:
-    """Returns the lane of a request whose first node was lost."""
-    notes = LaneNotes(ProcessKind.PROXY, "chat-1", 10.0, TRACE)
+def proxy_part(outcome: str = "ok", status: int = 200) -> TimelinePart:
+    """Returns the part of a request whose first node was lost."""
+    notes = TimelineNotes(ProcessKind.PROXY, "chat-1", 10.0, TRACE)
     notes.begin(PhaseKind.ATTEMPT, 10.0, node="decode-0")
     notes.end(PhaseKind.ATTEMPT, 11.0, "lost")
     notes.begin(PhaseKind.ATTEMPT, 11.0, node="decode-1")
     notes.end(PhaseKind.ATTEMPT, 12.0, "ok")
     notes.moment(MomentKind.RESUMED, 11.5, node="decode-1", gap_s=0.5)
-    return notes.lane(12.0, route="/v1/completions", model="m", outcome=outcome, status=status)
+    return notes.part(12.0, route="/v1/completions", model="m", outcome=outcome, status=status)
 
 
-def engine_lane() -> RequestLane:
-    notes = LaneNotes(ProcessKind.ENGINE, "chat-1", 10.0, TRACE)
+def engine_part() -> TimelinePart:
+    notes = TimelineNotes(ProcessKind.ENGINE, "chat-1", 10.0, TRACE)
     notes.chunk(10.0, 10.5, 16)
     notes.chunk(10.5, 11.0, 8)
     notes.begin(PhaseKind.PREFILL, 10.0, tokens=24)
     notes.end(PhaseKind.PREFILL, 11.0)
-    return notes.lane(12.0, outcome="length", prompt_tokens=24, output_tokens=4)
+    return notes.part(12.0, outcome="length", prompt_tokens=24, output_tokens=4)
 
 
 def test_attempts_are_children_that_are_linked() -> None:
-    lane, counts = proxy_lane(), SpanCounts("p")
+    part, counts = proxy_part(), SpanCounts("p")
     with receiver() as received:
         export = SpanExport(received.url, {"pdserve.process": "proxy"}, counts)
-        export.add(lane)
+        export.add(part)
         export.close(10.0)
         root, first, second = received.spans
     assert (root.name, root.parent, root.failed) == ("POST /v1/completions", TRACE.span_id.hex(), False)
@@ -56,7 +56,7 @@ def test_attempts_are_children_that_are_linked() -> None:
     assert (root.resource["service.name"], root.resource["pdserve.process"]) == ("pdserve", "proxy")
     assert {first.parent, second.parent} == {root.span_id}
     assert (first.failed, first.links, first.attributes["pdserve.peer"]) == (True, (), "decode-0")
-    assert (second.failed, second.links, second.span_id) == (False, (first.span_id,), lane.phases[1].span_id.hex())
+    assert (second.failed, second.links, second.span_id) == (False, (first.span_id,), part.phases[1].span_id.hex())
     assert root.end_ns - root.start_ns == 2_000_000_000
     assert abs(root.end_ns - (time.time_ns() - time.monotonic_ns() + 12_000_000_000)) < 1e9
     assert (counts.exported, counts.dropped) == (1, 0)
@@ -65,7 +65,7 @@ def test_attempts_are_children_that_are_linked() -> None:
 def test_chunks_are_events_of_their_prefill() -> None:
     with receiver() as received:
         export = SpanExport(received.url, {}, SpanCounts("p"))
-        export.add(engine_lane())
+        export.add(engine_part())
         export.close(10.0)
         root, prefill = received.spans
     assert (root.name, root.events) == ("engine", ())
@@ -81,22 +81,22 @@ def test_chunks_are_events_of_their_prefill() -> None:
 def test_only_failures_of_the_cluster_are_errors(outcome: str, status: int, failed: bool) -> None:
     with receiver() as received:
         export = SpanExport(received.url, {}, SpanCounts("p"))
-        export.add(proxy_lane(outcome, status))
+        export.add(proxy_part(outcome, status))
         export.close(10.0)
         assert received.spans[0].failed is failed
 
 
 def test_a_collector_that_is_gone_blocks_nobody_and_drops_are_counted(caplog: pytest.LogCaptureFixture) -> None:
     """Nobody accepts at this port: the system takes the connection, and never answers."""
-    counts, lane = SpanCounts("p"), engine_lane()
+    counts, part = SpanCounts("p"), engine_part()
     with socket.create_server(("127.0.0.1", 0), backlog=1) as silent:
         export = SpanExport(f"http://127.0.0.1:{silent.getsockname()[1]}", {}, counts)
         for _ in range(2 * MAX_QUEUED):
-            export.add(lane)
+            export.add(part)
         assert counts.dropped >= MAX_QUEUED - 64
         export.close(0.2)
         assert counts.exported == 0
-        export.add(lane)
+        export.add(part)
     assert counts.dropped >= 2 * MAX_QUEUED - 64
 
 
@@ -106,7 +106,7 @@ def test_a_collector_that_refuses_is_named_once(caplog: pytest.LogCaptureFixture
         received.status = 400
         export = SpanExport(received.url, {}, counts)
         for _ in range(3 * 64):
-            export.add(engine_lane())
+            export.add(engine_part())
         export.close(10.0)
     assert (counts.exported, counts.dropped) == (0, 3 * 64)
     assert len([record for record in caplog.records if received.url in record.getMessage()]) == 1
@@ -192,7 +192,7 @@ def test_spans_go_nowhere_else_than_where_the_operator_said() -> None:
         counts = SpanCounts("p")
         with raw_collector(redirects) as url:
             export = SpanExport(url, {}, counts)
-            export.add(engine_lane())
+            export.add(engine_part())
             export.close(10.0)
     assert (other.bodies, counts.dropped) == ([], 1)
 
@@ -201,7 +201,7 @@ def test_what_a_full_queue_drops_is_logged_now_and_then(caplog: pytest.LogCaptur
     with receiver() as received:
         export = SpanExport(received.url, {}, SpanCounts("p"))
         for _ in range(MAX_QUEUED + 5):
-            export.add(engine_lane())
+            export.add(engine_part())
         export.close(10.0)
     (line,) = [record.getMessage() for record in caplog.records if "too slowly" in record.getMessage()]
     assert "the spans of 5 requests were dropped" in line
@@ -212,11 +212,11 @@ async def test_traces_begin_here_or_with_the_client() -> None:
         tracing = Tracing(TraceConfig(kept_timelines=0, otlp_endpoint=received.url))
         assert tracing.begin(None) is None
         async with tracing.exporting({}, SpanCounts("p")):
-            assert tracing.lanes.wanted
+            assert tracing.parts.wanted
             begun = tracing.begin(None)
             assert begun is not None
             assert (begun.span_id, begun.sampled) == (NO_PARENT, True)
-            tracing.lanes.add(LaneNotes(ProcessKind.PROXY, "r", 1.0, begun).lane(2.0, route="/v1/completions"))
+            tracing.parts.add(TimelineNotes(ProcessKind.PROXY, "r", 1.0, begun).part(2.0, route="/v1/completions"))
             parent = f"00-{'ab' * 16}-{'cd' * 8}-"
             assert tracing.begin(parent + "00") is None
             assert tracing.begin(parent + "01") == TraceContext(b"\xab" * 16, b"\xcd" * 8)

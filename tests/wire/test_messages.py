@@ -112,7 +112,7 @@ REPORT = engine.RequestReport(
 )
 
 TRACE = TraceContext(OTHER, bytes(range(8)))
-LANE = timeline.RequestLane(
+PART = timeline.TimelinePart(
     request_id="r",
     process=timeline.ProcessKind.ENGINE,
     start_s=1.0,
@@ -218,7 +218,7 @@ CHANNELS: list[tuple[Any, list[msgspec.Struct]]] = [
                     engine.RequestOutput(2, [6], engine.FinishReason.STOP, REPORT),
                 ]
             ),
-            engine.Recorded([LANE]),
+            engine.Recorded([PART]),
             engine.Stats(
                 engine.EngineStats(
                     queue=engine_counts.QueueStats(running=1),
@@ -383,7 +383,7 @@ CHANNELS: list[tuple[Any, list[msgspec.Struct]]] = [
             proxy_workers.CollectStatus(7),
             proxy_workers.StatusReply(7, b"{}"),
             proxy_workers.CollectTimeline(7, "r"),
-            proxy_workers.TimelineReply(7, (LANE,)),
+            proxy_workers.TimelineReply(7, (PART,)),
             proxy_workers.WorkerPing(),
             SUSPECTED,
             proxy_workers.StoreReply(7, True, b"[]", b"start", True),
@@ -403,7 +403,7 @@ CHANNELS: list[tuple[Any, list[msgspec.Struct]]] = [
             proxy_workers.AskStatus(7),
             proxy_workers.StatusPart(7, STATUS),
             proxy_workers.AskTimeline(7, "r"),
-            proxy_workers.TimelinePart(7, (LANE,)),
+            proxy_workers.CollectedParts(7, (PART,)),
             proxy_workers.BeginResponse(7, "owner", "resp_1", b"[]", b"start"),
             proxy_workers.FinishResponse(8, 7, "resp_2", b"[]", b"{}"),
             proxy_workers.AbandonResponse(7),
@@ -415,12 +415,12 @@ CHANNELS: list[tuple[Any, list[msgspec.Struct]]] = [
         ],
     ),
     (command.Command, [command.SetRole(discovery.Role.PREFILL), command.Drain(), command.Recall("chat-1")]),
-    (timeline.RecalledLanes, [timeline.RecalledLanes(9.5, 0.001, (LANE,))]),
+    (timeline.RecalledParts, [timeline.RecalledParts(9.5, 0.001, (PART,))]),
     (
         timeline.Timeline,
         [
             timeline.Timeline(
-                request_id="r", began=1e9, duration_s=1.5, finished=True, lanes=(LANE,), silent=("decode-1",)
+                request_id="r", began=1e9, duration_s=1.5, finished=True, parts=(PART,), silent=("decode-1",)
             )
         ],
     ),

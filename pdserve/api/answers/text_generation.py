@@ -26,7 +26,7 @@ from pdserve.api.generation.request_log import (
     ChoiceOutcome,
     RequestRecord,
     failure_of,
-    keep_lane,
+    keep_part,
     log_request,
     outcome_of,
 )
@@ -525,7 +525,7 @@ class TextGeneration:
         now = time.monotonic()
         self._metrics.request_ended(self._record, max(self._tokens.values(), default=0), now)
         log_request(self._record, now)
-        keep_lane(self._record, now)
+        keep_part(self._record, now)
 
     def _end_stopped(self) -> list[TextDelta]:
         stopped, self._stopped = self._stopped, []

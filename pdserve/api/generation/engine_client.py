@@ -46,7 +46,7 @@ from pdserve.wire.engine import (
 from pdserve.wire.ids import new_id
 from pdserve.wire.sampling_params import SamplingParams
 from pdserve.wire.terms import Terms
-from pdserve.wire.timeline import RequestLane
+from pdserve.wire.timeline import TimelinePart
 
 log = logging.getLogger(__name__)
 
@@ -131,7 +131,7 @@ class EngineClient:
         self._asked: dict[int, asyncio.Future[None]] = {}
         """Who waits for stats, by the number of the question."""
         self.stats = EngineStats()
-        self.on_lane: Callable[[RequestLane], None] = lambda _: None
+        self.on_part: Callable[[TimelinePart], None] = lambda _: None
         """Gets what the engine remembers of each request that has ended."""
 
     @property
@@ -320,9 +320,9 @@ class EngineClient:
                 for number, told in self._asked.items():
                     if number <= asked and not told.done():
                         told.set_result(None)
-            case Recorded(lanes):
-                for lane in lanes:
-                    self.on_lane(lane)
+            case Recorded(parts):
+                for part in parts:
+                    self.on_part(part)
             case Starting(stage):
                 log.info("engine: %s", stage)
             case Ready():

@@ -10,9 +10,9 @@ from typing import cast
 
 from pdserve.api.answers.openai_response import Finish
 from pdserve.errors import DeadlineExceeded, Internal, InvalidRequest, PrefillLost, RequestError, Unavailable
-from pdserve.tracing.lanes import GapNotes, LaneNotes
+from pdserve.tracing.timeline import GapNotes, TimelineNotes
 from pdserve.wire.engine import FinishReason, RequestOutput, RequestReport
-from pdserve.wire.timeline import MomentKind, RequestLane
+from pdserve.wire.timeline import MomentKind, TimelinePart
 
 log = logging.getLogger("pdserve.request")
 
@@ -77,12 +77,12 @@ def failure_of(output: RequestOutput) -> RequestError | None:
 
 @dataclass(frozen=True, slots=True)
 class NodeNotes:
-    """What an API process notes of one client request, and where its lane goes."""
+    """What an API process notes of one client request, and where its part of the timeline goes."""
 
-    lane: LaneNotes
+    part: TimelineNotes
     model: str
     route: str
-    keep: Callable[[RequestLane], None]
+    keep: Callable[[TimelinePart], None]
     gaps: GapNotes = field(default_factory=GapNotes)
 
 
@@ -165,15 +165,15 @@ def log_request(record: RequestRecord, now: float) -> None:
     )
 
 
-def keep_lane(record: RequestRecord, now: float) -> None:
-    """Makes the request's lane, if it is noted, and keeps it."""
+def keep_part(record: RequestRecord, now: float) -> None:
+    """Makes the request's part of its timeline, if it is noted, and stores it."""
     notes = record.notes
     if notes is None:
         return
     if record.first_token is not None:
-        notes.lane.moment(MomentKind.FIRST_TOKEN, record.first_token)
+        notes.part.moment(MomentKind.FIRST_TOKEN, record.first_token)
     notes.keep(
-        notes.lane.lane(
+        notes.part.part(
             now,
             node=record.node,
             model=notes.model,

@@ -20,7 +20,7 @@ from pdserve.settings import is_loopback
 from pdserve.wire.command import COMMAND_HEADER, Command, CommandResult, Drain, Recall, SetRole
 from pdserve.wire.discovery import Role
 from pdserve.wire.ids import BootId
-from pdserve.wire.timeline import RecalledLanes
+from pdserve.wire.timeline import RecalledParts
 
 log = logging.getLogger(__name__)
 
@@ -101,7 +101,7 @@ class NodeCommands:
     async def handle(self, request: HttpRequest) -> None:
         """Carries out the command in ``request``. Raises RequestError, and changes nothing, if it cannot."""
         command = self._gate.admit(request.header(COMMAND_HEADER.encode()))
-        result: CommandResult | RecalledLanes
+        result: CommandResult | RecalledParts
         match command:
             case SetRole(role):
                 result = await self._set_role(role)
@@ -122,11 +122,11 @@ class NodeCommands:
             uninformed = await self._announce(role, ANNOUNCE_S)
         return CommandResult(role, before, draining=self._node.phase is NodePhase.DRAINING, uninformed=uninformed)
 
-    def _recall(self, request_id: str) -> RecalledLanes:
+    def _recall(self, request_id: str) -> RecalledParts:
         began = time.monotonic()
-        lanes = self._node.tracing.lanes.recall(request_id)
+        parts = self._node.tracing.parts.recall(request_id)
         now = time.monotonic()
-        return RecalledLanes(now, now - began, lanes)
+        return RecalledParts(now, now - began, parts)
 
     def _begin_drain(self) -> CommandResult:
         log.info("commanded: this node drains")

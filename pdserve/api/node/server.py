@@ -158,7 +158,7 @@ class NodeServer:
         metrics = self._metrics(info, engine, ready, replayable, spans, grammars)
         registering = self._registration(info, engine, metrics, secrets)
         state = self._state(info, engine, ready, tokenizer, metrics, grammars, registering, secrets, replayable)
-        engine.on_lane = state.keep_engine_lane
+        engine.on_part = state.keep_engine_part
         commands, commanded = None, asyncio.Event()
         if registering is not None:
             gate = CommandGate(secrets, boot_id)

@@ -29,7 +29,7 @@ from pdserve.tracing.tracing import Tracing
 from pdserve.wire.discovery import NodeSizes, Role
 from pdserve.wire.engine import Ready
 from pdserve.wire.terms import Ticket
-from pdserve.wire.timeline import RequestLane
+from pdserve.wire.timeline import TimelinePart
 
 log = logging.getLogger(__name__)
 
@@ -163,9 +163,9 @@ class ServingNode:
         unaccepted = self.unaccepted()
         return None if unaccepted is None else ("unregistered", unaccepted)
 
-    def keep_engine_lane(self, lane: RequestLane) -> None:
+    def keep_engine_part(self, part: TimelinePart) -> None:
         """Keeps what the engine, which does not know its node's name, remembers of a request."""
-        self.tracing.lanes.add(msgspec.structs.replace(lane, node=self.name, model=self.model))
+        self.tracing.parts.add(msgspec.structs.replace(part, node=self.name, model=self.model))
 
     def check_serving(self) -> None:
         """Raises Unavailable if the node takes no new requests."""

@@ -60,7 +60,7 @@ from pdserve.config import Switch
 from pdserve.control.journal import Journal, room_block
 from pdserve.errors import DeadlineExceeded, InvalidRequest, NotFound
 from pdserve.http.request import JSON, TRACEPARENT, HttpRequest, Reply, request_label
-from pdserve.tracing.lanes import LaneNotes
+from pdserve.tracing.timeline import TimelineNotes
 from pdserve.wire.ids import new_id
 from pdserve.wire.sampling_params import Grammar
 from pdserve.wire.terms import (
@@ -356,7 +356,7 @@ class CompletionRoute(Generic[R]):
     ) -> TextGeneration:
         label, notes = request.label, self._notes(request, admitted, arrived)
         generation = self._open(
-            prepared, label, admitted, admitted.terms.prompt.trace if notes is None else notes.lane.context
+            prepared, label, admitted, admitted.terms.prompt.trace if notes is None else notes.part.context
         )
         prompt_tokens = sum(len(prompt.token_ids) for prompt in prepared.prompts)
         record = RequestRecord(label, self._node.name, arrived, prompt_tokens, notes=notes)
@@ -374,15 +374,15 @@ class CompletionRoute(Generic[R]):
 
     def _notes(self, request: HttpRequest, admitted: AdmittedRequest, arrived: float) -> NodeNotes | None:
         """Returns what is noted of a request that has been read, if anything is to be noted."""
-        lanes = self._node.tracing.lanes
-        if not lanes.wanted:
+        parts = self._node.tracing.parts
+        if not parts.wanted:
             return None
-        notes = LaneNotes(
+        notes = TimelineNotes(
             ProcessKind.API, request.label, arrived, admitted.terms.prompt.trace, attempt=admitted.attempt
         )
         notes.begin(PhaseKind.READ, arrived)
         notes.end(PhaseKind.READ, time.monotonic())
-        return NodeNotes(notes, self._node.model, request.path, lanes.add)
+        return NodeNotes(notes, self._node.model, request.path, parts.add)
 
     def _journaled(self, body: R, admitted: AdmittedRequest) -> bool:
         """Returns whether the answer to ``body`` has a journal. Event groups have no log probabilities in theirs."""

@@ -29,7 +29,7 @@ from pdserve.engine.placement.latency_targets import LatencyTargets
 from pdserve.engine.placement.placement import Placement
 from pdserve.engine.placement.step_cost import StepCost
 from pdserve.engine.sampling.grammar_opener import GrammarOpener
-from pdserve.engine.scheduling.output_collector import LaneRecorder
+from pdserve.engine.scheduling.output_collector import TimelineRecorder
 from pdserve.engine.scheduling.request_limits import PromptRule, StopRule
 from pdserve.engine.step_loop import StepLoop
 from pdserve.engine.tp.rank_rows import SentRows
@@ -212,7 +212,7 @@ def _measured(requests: int, context: int, path: HostPath, block_size: int) -> _
             placement=Placement(step_cost, TransferConfig(), config, block_size, 1.0, targets),
             ahead_runner=runner if path is HostPath.AHEAD else None,
             grammars=GrammarOpener(_no_vocabulary, wake_up.set),
-            recorder=LaneRecorder(),
+            recorder=TimelineRecorder(),
         )
         clock = _Clock(runner, loop.stop)
         runner.on_decode = clock.tick

@@ -25,7 +25,7 @@ from aiohttp.http_exceptions import LineTooLong
 from pdserve.cli.node_commands import KEY_ADVICE, ErrorBody, error_message
 from pdserve.errors import PdserveError
 from pdserve.http.request import REQUEST_ID_HEADER
-from pdserve.wire.timeline import MomentKind, Phase, PhaseKind, ProcessKind, RequestLane, Timeline
+from pdserve.wire.timeline import MomentKind, Phase, PhaseKind, ProcessKind, Timeline, TimelinePart
 
 MAX_FILE_BYTES = 2**20
 """The largest file that a message takes along. A longer one fits into few models' contexts."""
@@ -406,7 +406,7 @@ async def read_timeline(server: Server, request_id: str) -> Timeline | None:
                     if response.status != 200:
                         return timeline
                     timeline = msgspec.json.decode(await _body(response), type=Timeline)
-                if timeline.finished and any(lane.process is ProcessKind.ENGINE for lane in timeline.lanes):
+                if timeline.finished and any(part.process is ProcessKind.ENGINE for part in timeline.parts):
                     break
     except (aiohttp.ClientError, TimeoutError, msgspec.MsgspecError):
         pass
@@ -443,14 +443,14 @@ def _nodes(timeline: Timeline | None) -> str:
     last, went_on = answered[-1], any(_moves(timeline))
     # A node that goes on with an answer has computed nothing of its prompt, or has done so again.
     first = answered[0] if went_on else last
-    engines = [lane for lane in timeline.lanes if lane.process is ProcessKind.ENGINE and lane.node == first]
+    engines = [part for part in timeline.parts if part.process is ProcessKind.ENGINE and part.node == first]
     prefill = [
         phase.node
-        for lane in engines[:1]
-        for phase in lane.phases
+        for part in engines[:1]
+        for phase in part.phases
         if phase.kind is PhaseKind.FETCH and phase.outcome == _LANDED
     ]
-    cached = max((lane.cached_tokens for lane in engines[:1]), default=0)
+    cached = max((part.cached_tokens for part in engines[:1]), default=0)
     notes = f" ({cached} tokens were cached)" if cached else ""
     where = f"prompt at {prefill[0]}{notes}, answer at {last}" if prefill else f"answer at {last}{notes}"
     tried = "" if went_on or len(answered) == 1 else f", after a try at {', '.join(answered[:-1])}"
@@ -458,19 +458,19 @@ def _nodes(timeline: Timeline | None) -> str:
 
 
 def _attempts(timeline: Timeline) -> list[Phase]:
-    phases = [phase for lane in _proxies(timeline) for phase in lane.phases if phase.kind is PhaseKind.ATTEMPT]
+    phases = [phase for part in _proxies(timeline) for phase in part.phases if phase.kind is PhaseKind.ATTEMPT]
     return sorted(phases, key=lambda phase: phase.start_s)
 
 
-def _proxies(timeline: Timeline) -> list[RequestLane]:
-    return [lane for lane in timeline.lanes if lane.process is ProcessKind.PROXY]
+def _proxies(timeline: Timeline) -> list[TimelinePart]:
+    return [part for part in timeline.parts if part.process is ProcessKind.PROXY]
 
 
 def _moves(timeline: Timeline | None) -> Iterator[str]:
     if timeline is None:
         return
-    for lane in _proxies(timeline):
-        for moment in lane.moments:
+    for part in _proxies(timeline):
+        for moment in part.moments:
             if words := _WENT_ON.get(moment.kind):
                 pause = f", with a pause of {_time(moment.gap_s)}" if moment.gap_s is not None else ""
                 yield words.format(moment.node) + pause

@@ -26,7 +26,7 @@ from pdserve.http.tls import Trust, read_authorities
 from pdserve.printable import printable
 from pdserve.settings import load
 from pdserve.wire.status import IncidentKind, RequestView
-from pdserve.wire.timeline import Gaps, Moment, MomentKind, Phase, PhaseKind, ProcessKind, RequestLane, Timeline
+from pdserve.wire.timeline import Gaps, Moment, MomentKind, Phase, PhaseKind, ProcessKind, Timeline, TimelinePart
 from pdserve_proxy.credentials import read_api_keys
 from pdserve_proxy.relay.outcomes import has_failed
 from pdserve_proxy.status.report import StatusAnswer, StatusReport
@@ -64,9 +64,9 @@ def picture(timeline: Timeline, width: int, marks: Marks = UNICODE) -> Iterator[
     axis = _Axis(max(timeline.duration_s, 1e-6), cells, marks)
     yield _headline(timeline)
     yield f"{'':{LABEL_CELLS}}{_scale(timeline.duration_s, cells)}"
-    for lane in timeline.lanes:
-        yield _lane_title(lane)
-        yield from _rows(lane, axis)
+    for part in timeline.parts:
+        yield _part_title(part)
+        yield from _rows(part, axis)
     if timeline.silent:
         yield f"No answer from {', '.join(timeline.silent)}: what they did is missing."
 
@@ -92,12 +92,12 @@ class _Axis:
 
 
 def _headline(timeline: Timeline) -> str:
-    first = timeline.lanes[0]
+    first = timeline.parts[0]
     began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(timeline.began))
     state = f"{first.outcome or '-'} {first.status or ''}".strip() if timeline.finished else "under way"
-    tokens = max(timeline.lanes, key=lambda lane: lane.output_tokens)
+    tokens = max(timeline.parts, key=lambda part: part.output_tokens)
     # An answer that went on elsewhere has more: each node counts its own tokens, and the first one may be gone.
-    went_on = any(moment.kind in _WENT_ON for lane in timeline.lanes for moment in lane.moments)
+    went_on = any(moment.kind in _WENT_ON for part in timeline.parts for moment in part.moments)
     counts = f"{tokens.prompt_tokens} + {'at least ' if went_on else ''}{tokens.output_tokens} tokens"
     return f"{timeline.request_id}: {state} in {_shown(timeline.duration_s)}, {counts}, {first.model or '-'}, {began}"
 
@@ -108,45 +108,45 @@ def _scale(duration_s: float, cells: int) -> str:
     return f"{'0':{half}}{middle:{max(1, cells - half - len(end))}}{end}"
 
 
-def _lane_title(lane: RequestLane) -> str:
-    name = f"{lane.node} {_PROCESSES[lane.process]}".strip()
+def _part_title(part: TimelinePart) -> str:
+    name = f"{part.node} {_PROCESSES[part.process]}".strip()
     notes = []
-    if lane.clock_error_s:
-        notes.append(f"±{_shown(lane.clock_error_s)}")
-    if lane.end_s is None:
+    if part.clock_error_s:
+        notes.append(f"±{_shown(part.clock_error_s)}")
+    if part.end_s is None:
         notes.append("under way")
-    elif lane.outcome and lane.process is not ProcessKind.PROXY:
-        notes.append(lane.outcome)
-    if lane.cached_tokens:
-        notes.append(f"{lane.cached_tokens} tokens cached")
-    if lane.drafts:
-        notes.append(f"{lane.accepted_drafts} of {lane.drafts} drafts accepted")
-    if lane.left_out:
-        notes.append(f"{lane.left_out} more not recorded")
+    elif part.outcome and part.process is not ProcessKind.PROXY:
+        notes.append(part.outcome)
+    if part.cached_tokens:
+        notes.append(f"{part.cached_tokens} tokens cached")
+    if part.drafts:
+        notes.append(f"{part.accepted_drafts} of {part.drafts} drafts accepted")
+    if part.left_out:
+        notes.append(f"{part.left_out} more not recorded")
     return f"{name} ({', '.join(notes)})" if notes else name
 
 
-def _rows(lane: RequestLane, axis: _Axis) -> Iterator[str]:
+def _rows(part: TimelinePart, axis: _Axis) -> Iterator[str]:
     marks = axis.marks
-    chunks = [phase for phase in lane.phases if phase.kind is PhaseKind.CHUNK]
-    for phase in lane.phases:
+    chunks = [phase for phase in part.phases if phase.kind is PhaseKind.CHUNK]
+    for phase in part.phases:
         if phase.kind is PhaseKind.CHUNK:
             continue
         bar = axis.spans([(phase.start_s, phase.end_s, marks.bar)])
         yield _phase_row(f"{phase.kind.value} {_peers(phase)}", bar, _phase_text(phase))
         if phase.kind is PhaseKind.PREFILL and chunks:
             yield _chunk_row(chunks, axis)
-    if chunks and all(phase.kind is not PhaseKind.PREFILL for phase in lane.phases):
+    if chunks and all(phase.kind is not PhaseKind.PREFILL for phase in part.phases):
         yield _chunk_row(chunks, axis)
     by_kind: dict[str, list[Moment]] = defaultdict(list)
-    for moment in lane.moments:
+    for moment in part.moments:
         by_kind[moment.kind.value].append(moment)
     for kind, moments in by_kind.items():
         bar = axis.spans([(moment.at_s, moment.at_s, marks.moment) for moment in moments])
         yield _phase_row(kind.replace("_", " "), bar, _moments_text(moments))
-    if lane.gaps is not None:
-        gaps = [(gap.start_s, gap.start_s + gap.seconds, marks.gap) for gap in lane.gaps.longest]
-        yield _phase_row("longest gaps", axis.spans(gaps), _gaps_text(lane.gaps))
+    if part.gaps is not None:
+        gaps = [(gap.start_s, gap.start_s + gap.seconds, marks.gap) for gap in part.gaps.longest]
+        yield _phase_row("longest gaps", axis.spans(gaps), _gaps_text(part.gaps))
 
 
 def _chunk_row(chunks: Sequence[Phase], axis: _Axis) -> str:

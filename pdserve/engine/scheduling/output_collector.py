@@ -1,4 +1,4 @@
-"""Gathers what the API process gets: a step's tokens and endings as one message, and the lanes of ended requests."""
+"""Gathers what the API process gets: a step's tokens and endings as one message, and timelines of ended requests."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import time
 from collections.abc import Callable
 
 from pdserve.engine.request import Request
-from pdserve.tracing.lanes import LaneNotes
+from pdserve.tracing.timeline import TimelineNotes
 from pdserve.wire.engine import FinishReason, Recorded, RequestOutput, RequestReport, StepOutput
 from pdserve.wire.sampling_params import PromptLogprobs, SampledToken
-from pdserve.wire.timeline import MomentKind, Phase, PhaseKind, ProcessKind, RequestLane
+from pdserve.wire.timeline import MomentKind, Phase, PhaseKind, ProcessKind, TimelinePart
 
 log = logging.getLogger(__name__)
 
@@ -86,37 +86,37 @@ def _report(request: Request) -> RequestReport:
     )
 
 
-class LaneRecorder:
-    """Notes the requests of one engine, and gives the lanes of those that have ended.
+class TimelineRecorder:
+    """Notes the requests of one engine, and gives what it did for those that have ended.
 
     Of a client request with many prompts only the first one is noted: the others go the same way.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._ended: list[RequestLane] = []
+        self._ended: list[TimelinePart] = []
 
     def begin(self, request: Request) -> None:
         if request.serves_push or request.local_id == request.group_id:
             process = ProcessKind.PREFILL_ENGINE if request.serves_push else ProcessKind.ENGINE
             prompt = request.terms.prompt
-            request.notes = LaneNotes(process, prompt.request_id, request.arrived, prompt.trace)
+            request.notes = TimelineNotes(process, prompt.request_id, request.arrived, prompt.trace)
 
     def end(self, request: Request, outcome: str) -> None:
-        """Makes the lane of a request that has ended, if it is noted."""
+        """Makes the timeline of a request that has ended, if it is noted."""
         notes, request.notes = request.notes, None
         if notes is not None:
-            self._ended.append(_lane(request, notes, self._clock(), outcome))
+            self._ended.append(_part(request, notes, self._clock(), outcome))
 
     def take(self) -> Recorded | None:
-        """Returns the lanes since the last call, or None if there is none."""
+        """Returns the parts since the last call, or None if there is none."""
         if not self._ended:
             return None
         recorded, self._ended = Recorded(self._ended), []
         return recorded
 
 
-def _lane(request: Request, notes: LaneNotes, now: float, outcome: str) -> RequestLane:
+def _part(request: Request, notes: TimelineNotes, now: float, outcome: str) -> TimelinePart:
     first_token_at = request.facts.first_token_at
     admitted = request.facts.admitted
     notes.add(Phase(kind=PhaseKind.QUEUE, start_s=request.arrived, end_s=now if admitted is None else admitted))
@@ -135,7 +135,7 @@ def _lane(request: Request, notes: LaneNotes, now: float, outcome: str) -> Reque
         if generated > 1:
             start_s = max(first_token_at, notes.fetched_at_s)
             notes.add(Phase(kind=PhaseKind.DECODE, start_s=min(start_s, now), end_s=now, tokens=generated - 1))
-    return notes.lane(
+    return notes.part(
         now,
         outcome=notes.outcome or outcome,
         prompt_tokens=request.num_prompt_tokens,

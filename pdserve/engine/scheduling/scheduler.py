@@ -28,7 +28,7 @@ from pdserve.engine.request import Request, Status
 from pdserve.engine.scheduling.batch_admission import BatchAdmission
 from pdserve.engine.scheduling.batch_plan import BatchPlan, SchedulerCounters, Work
 from pdserve.engine.scheduling.block_shortage import BlockShortage
-from pdserve.engine.scheduling.output_collector import LaneRecorder, OutputCollector
+from pdserve.engine.scheduling.output_collector import OutputCollector, TimelineRecorder
 from pdserve.engine.scheduling.queues import Queues
 from pdserve.engine.scheduling.request_limits import StopRule
 from pdserve.engine.scheduling.step_budget import StepBudget
@@ -67,7 +67,7 @@ class Scheduler:
         release: Callable[[Request], None],
         placement: Placement,
         open_grammars: Callable[[Request], None] = lambda _: None,
-        recorder: LaneRecorder | None = None,
+        recorder: TimelineRecorder | None = None,
         *,
         model_drafts: bool = False,
     ) -> None:

@@ -10,7 +10,7 @@ import time
 
 import msgspec
 
-from pdserve.tracing.lanes import MAX_MOMENTS, MAX_PHASES
+from pdserve.tracing.timeline import MAX_MOMENTS, MAX_PHASES
 from pdserve.wire.status import RequestProgress
 from pdserve.wire.timeline import (
     Moment,
@@ -18,7 +18,7 @@ from pdserve.wire.timeline import (
     Phase,
     PhaseKind,
     ProcessKind,
-    RequestLane,
+    TimelinePart,
     TraceContext,
     new_span_id,
 )
@@ -72,7 +72,7 @@ class RelayRecord(RequestProgress, frozen=True, kw_only=True):
     detours: Detours | None = None
     span: RequestSpan | None = None
 
-    def lane(self) -> RequestLane:
+    def part(self) -> TimelinePart:
         """Returns what happened so far."""
         now_s = time.monotonic() if self.ended_s is None else self.ended_s
         detours, span = self.detours or Detours(), self.span
@@ -80,7 +80,7 @@ class RelayRecord(RequestProgress, frozen=True, kw_only=True):
         moments = list(detours.moments)
         if self.first_byte_at_s is not None:
             moments.append(Moment(kind=MomentKind.FIRST_BYTE, at_s=self.first_byte_at_s))
-        return RequestLane(
+        return TimelinePart(
             request_id=self.request_id,
             process=ProcessKind.PROXY,
             start_s=self.arrived_s,

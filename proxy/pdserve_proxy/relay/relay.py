@@ -27,7 +27,7 @@ from pdserve.wire.ids import new_id
 from pdserve.wire.replay import KEPT_HEADER, read_replay
 from pdserve.wire.status import IncidentKind
 from pdserve.wire.terms import AnswerIdentity
-from pdserve.wire.timeline import RequestLane
+from pdserve.wire.timeline import TimelinePart
 from pdserve_proxy.continuation.journal import LARGEST_SHARE, JournalBudget, RelayJournal
 from pdserve_proxy.continuation.losses import Suspects
 from pdserve_proxy.continuation.move import PlannedMoves
@@ -108,7 +108,7 @@ class Relay:
         self._journals = counts.journals = JournalBudget(budget, budget // LARGEST_SHARE)
         self._suspects = suspects or Suspects(config.relay.suspect_s)
         self._tracing = tracing or Tracing()
-        self._tracing.lanes.live = self._live_lanes
+        self._tracing.parts.live = self._live_parts
 
     async def __aenter__(self) -> Self:
         self._loop = asyncio.get_running_loop()  # once: each call costs a system call
@@ -317,9 +317,9 @@ class Relay:
         self._counts.ended(relayed, record)
         # Those who have no key leave nothing behind, or they could push out what others have left.
         if relayed.status != UNAUTHORIZED:
-            self._tracing.lanes.add_record(record, traced=record.span is not None)
+            self._tracing.parts.add_record(record, traced=record.span is not None)
 
-    def _live_lanes(self, request_id: str) -> list[RequestLane]:
-        if not self._tracing.lanes.wanted:
+    def _live_parts(self, request_id: str) -> list[TimelinePart]:
+        if not self._tracing.parts.wanted:
             return []
-        return [relayed.record().lane() for relayed in self._counts.under_way if relayed.request_id == request_id]
+        return [relayed.record().part() for relayed in self._counts.under_way if relayed.request_id == request_id]

@@ -12,10 +12,10 @@ from pdserve.control.frame import Secrets
 from pdserve.errors import PdserveError
 from pdserve.http.tls import Trust
 from pdserve.patience import PatientTimeout
-from pdserve.tracing.lanes import on_our_clock
+from pdserve.tracing.timeline import on_our_clock
 from pdserve.wire.command import COMMAND_HEADER, COMMAND_PATH, Command, CommandResult, CommandSigner, NodeChange, Recall
 from pdserve.wire.discovery import NodeInfo
-from pdserve.wire.timeline import RecalledLanes, RequestLane
+from pdserve.wire.timeline import RecalledParts, TimelinePart
 from pdserve_proxy.upstream.node_connection import NodeLost
 from pdserve_proxy.upstream.node_pool import NodePool
 
@@ -60,14 +60,14 @@ class NodeCommander:
         body, _ = await self._ask(command, node, COMMAND_S, _MAX_ANSWER_BYTES)
         return _decoded(body, CommandResult)
 
-    async def recall(self, request_id: str, node: NodeInfo, within_s: float) -> list[RequestLane]:
+    async def recall(self, request_id: str, node: NodeInfo, within_s: float) -> list[TimelinePart]:
         """Returns what the node remembers of the requests with this id, on this machine's clock.
 
         Raises CommandRefused.
         """
         asked_s = time.monotonic()
         body, answered_s = await self._ask(Recall(request_id), node, within_s, _MAX_LANES_BYTES)
-        return on_our_clock(_decoded(body, RecalledLanes), asked_s, answered_s)
+        return on_our_clock(_decoded(body, RecalledParts), asked_s, answered_s)
 
     async def _ask(self, command: Command, node: NodeInfo, within_s: float, max_bytes: int) -> tuple[bytes, float]:
         """Returns the body of the node's answer, and when that began. Raises CommandRefused."""

@@ -26,13 +26,14 @@ from pdserve.config import ProxyConfig
 from pdserve.errors import ConfigError, PdserveError, Unavailable
 from pdserve.process import allow_open_files, collect_rarely, python_program, read_launch, set_up_logging
 from pdserve.signals import ignore_hangup, stop_signals
-from pdserve.tracing.tracing import RecentLanes, Tracing
+from pdserve.tracing.tracing import RecentParts, Tracing
 from pdserve.wire.proxy_workers import (
     NO_QUESTION,
     AbandonResponse,
     AskStatus,
     AskTimeline,
     Collect,
+    CollectedParts,
     CollectStatus,
     CollectTimeline,
     Counts,
@@ -47,7 +48,6 @@ from pdserve.wire.proxy_workers import (
     StoreQuestion,
     StoreReply,
     Suspected,
-    TimelinePart,
     TimelineReply,
     ToSupervisor,
     ToWorker,
@@ -56,7 +56,7 @@ from pdserve.wire.proxy_workers import (
     WorkerPong,
     WorkerReady,
 )
-from pdserve.wire.timeline import RequestLane
+from pdserve.wire.timeline import TimelinePart
 from pdserve.wire.version import INSTALLED_VERSION
 from pdserve_proxy.continuation.losses import Suspects
 from pdserve_proxy.credentials import LiveCredentials
@@ -112,7 +112,7 @@ class SupervisorChannel:
         mirror: RegistryMirror,
         metrics: ProxyMetrics,
         credentials: LiveCredentials,
-        recent: RecentLanes,
+        recent: RecentParts,
         suspects: Suspects,
     ) -> None:
         self._recent = recent
@@ -168,7 +168,7 @@ class SupervisorChannel:
                 case CollectStatus(number=number):
                     await self.send(StatusPart(number, relay_status(self._metrics.counts)))
                 case CollectTimeline(number=number, request_id=request_id):
-                    await self.send(TimelinePart(number, self._recent.recall(request_id)))
+                    await self.send(CollectedParts(number, self._recent.recall(request_id)))
                 case Suspected(requests=requests):
                     self._suspects.take(requests)
                 case Scraped() | StatusReply() | TimelineReply() | StoreReply() as reply:
@@ -215,12 +215,12 @@ class SupervisorChannel:
         """Returns the report on all the proxy's processes. Raises Unavailable if the supervisor does not answer."""
         return (await self._reply(AskStatus(next(self._numbers)), StatusReply)).report
 
-    async def lanes(self, request_id: str) -> tuple[RequestLane, ...]:
+    async def parts(self, request_id: str) -> tuple[TimelinePart, ...]:
         """Returns what all workers remember of the requests with this id.
 
         Raises Unavailable if the supervisor does not answer.
         """
-        return (await self._reply(AskTimeline(next(self._numbers), request_id), TimelineReply)).lanes
+        return (await self._reply(AskTimeline(next(self._numbers), request_id), TimelineReply)).parts
 
     async def _reply(self, question: Question, kind: type[R], who: str = "the proxy's supervisor") -> R:
         awaited: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
@@ -247,7 +247,7 @@ async def work(launch: WorkerLaunch, stop: asyncio.Event) -> None:
     with (
         socket.socket(fileno=launch.listener) as listener,
         SupervisorChannel(
-            launch.address, launch.name, mirror, metrics, credentials, tracing.lanes, suspects
+            launch.address, launch.name, mirror, metrics, credentials, tracing.parts, suspects
         ) as channel,
     ):
         async with asyncio.TaskGroup() as tasks:
@@ -261,7 +261,7 @@ async def work(launch: WorkerLaunch, stop: asyncio.Event) -> None:
                 channel.scrape,
                 channel.report,
                 tracing,
-                channel.lanes,
+                channel.parts,
                 suspects,
                 storage,
                 channel.supervised,

@@ -28,6 +28,7 @@ from pdserve.wire.proxy_workers import (
     AskTimeline,
     BeginResponse,
     Collect,
+    CollectedParts,
     CollectStatus,
     CollectTimeline,
     Counts,
@@ -45,7 +46,6 @@ from pdserve.wire.proxy_workers import (
     StatusPart,
     StatusReply,
     Suspected,
-    TimelinePart,
     TimelineReply,
     ToSupervisor,
     ToWorker,
@@ -55,7 +55,7 @@ from pdserve.wire.proxy_workers import (
     WorkerReady,
 )
 from pdserve.wire.status import RelayStatus
-from pdserve.wire.timeline import RequestLane
+from pdserve.wire.timeline import TimelinePart
 from pdserve.wire.version import INSTALLED_VERSION
 from pdserve_proxy.continuation.losses import Suspects
 from pdserve_proxy.metrics import ProxyMetrics, lasting_families, nodes_of, of_nodes, render_families, sum_families
@@ -118,7 +118,7 @@ class _Collection:
     done: asyncio.Event = field(default_factory=asyncio.Event)
     statuses: list[RelayStatus] = field(default_factory=list)
     """What those that were asked for their status have answered."""
-    lanes: list[RequestLane] = field(default_factory=list)
+    parts: list[TimelinePart] = field(default_factory=list)
     """What those that were asked for a request have answered."""
 
     def answered(self, name: bytes) -> None:
@@ -311,9 +311,9 @@ class WorkerChannel:
                             self._changed.set()
                 case AskStatus(number=number):
                     self._begin(self._tell_status(name, number))
-                case TimelinePart(number=number, lanes=lanes):
+                case CollectedParts(number=number, parts=parts):
                     if (collection := self._collections.get(number)) is not None and name in collection.missing:
-                        collection.lanes += lanes
+                        collection.parts += parts
                         collection.answered(name)
                 case AskTimeline(number=number, request_id=request_id):
                     self._begin(self._tell_timeline(name, number, request_id))
@@ -352,8 +352,8 @@ class WorkerChannel:
         return msgspec.json.encode(report)
 
     async def _tell_timeline(self, asker: bytes, number: int, request_id: str) -> None:
-        lanes = (await self._collect(partial(CollectTimeline, request_id=request_id))).lanes
-        await self._send(asker, TimelineReply(number, tuple(lanes)))
+        parts = (await self._collect(partial(CollectTimeline, request_id=request_id))).parts
+        await self._send(asker, TimelineReply(number, tuple(parts)))
 
     async def _scrape(self, asker: bytes, number: int) -> None:
         await self._collect(Collect)

@@ -13,7 +13,7 @@ import pytest
 
 from pdserve.config import RelayConfig
 from pdserve.errors import InvalidRequest, PrefillLost
-from pdserve.tracing.tracing import RecentLanes
+from pdserve.tracing.tracing import RecentParts
 from pdserve.wire.discovery import Role
 from pdserve.wire.proxy_workers import Credentials
 from pdserve.wire.terms import Ticket
@@ -108,7 +108,7 @@ async def test_what_one_worker_finds_others_refuse_too_also_those_that_start_lat
             mirror, metrics = RegistryMirror(Attempts()), ProxyMetrics(f"worker-{number}")
             credentials = LiveCredentials(Credentials(SECRET, ()))
             channel = stack.enter_context(
-                SupervisorChannel(address, names[number], mirror, metrics, credentials, RecentLanes(0), known[number])
+                SupervisorChannel(address, names[number], mirror, metrics, credentials, RecentParts(0), known[number])
             )
             running.append(asyncio.create_task(channel.run()))
 

@@ -1,4 +1,4 @@
-"""What a relayed request leaves behind, and the lane of a timeline that is made of it."""
+"""What a relayed request leaves behind, and the part of a timeline that is made of it."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from pdserve.tracing.lanes import MAX_MOMENTS, MAX_PHASES
+from pdserve.tracing.timeline import MAX_MOMENTS, MAX_PHASES
 from pdserve.wire.discovery import Role
 from pdserve.wire.status import RequestStage
-from pdserve.wire.timeline import Moment, MomentKind, Phase, PhaseKind, RequestLane, TraceContext
+from pdserve.wire.timeline import Moment, MomentKind, Phase, PhaseKind, TimelinePart, TraceContext
 from pdserve_proxy.records import relay_record
 from pdserve_proxy.records.relay_record import Detours
 from pdserve_proxy.relay import relayed_request
@@ -56,8 +56,8 @@ def attempt(made: RelayedRequest, route: Route) -> None:
     made.begin_attempt(route, Attempts().begin((route.decode, 1)))
 
 
-def phases(lane: RequestLane) -> list[tuple[PhaseKind, str, str]]:
-    return [(phase.kind, phase.node, phase.outcome) for phase in lane.phases]
+def phases(part: TimelinePart) -> list[tuple[PhaseKind, str, str]]:
+    return [(phase.kind, phase.node, phase.outcome) for phase in part.phases]
 
 
 async def test_a_lane_is_made_of_the_times_that_a_request_has_noted() -> None:
@@ -67,16 +67,16 @@ async def test_a_lane_is_made_of_the_times_that_a_request_has_noted() -> None:
     attempt(made, FIRST)
     made.got_byte()
     made.end(RelayOutcome.OK, 200)
-    lane = made.record().lane()
-    assert [(phase.kind, phase.start_s, phase.end_s) for phase in lane.phases] == [
+    part = made.record().part()
+    assert [(phase.kind, phase.start_s, phase.end_s) for phase in part.phases] == [
         (PhaseKind.READ, 101.0, 102.0),
         (PhaseKind.QUEUE, 102.0, 103.0),
         (PhaseKind.ATTEMPT, 104.0, 106.0),
     ]
-    assert (lane.phases[2].node, lane.phases[2].prefill, lane.phases[2].outcome) == ("d1", "p", "ok")
-    assert [(moment.kind, moment.at_s) for moment in lane.moments] == [(MomentKind.FIRST_BYTE, 105.0)]
-    assert (lane.start_s, lane.end_s, lane.status, lane.outcome) == (101.0, 106.0, 200, "ok")
-    assert (lane.trace, lane.model) == (None, FIRST.decode.model)
+    assert (part.phases[2].node, part.phases[2].prefill, part.phases[2].outcome) == ("d1", "p", "ok")
+    assert [(moment.kind, moment.at_s) for moment in part.moments] == [(MomentKind.FIRST_BYTE, 105.0)]
+    assert (part.start_s, part.end_s, part.status, part.outcome) == (101.0, 106.0, 200, "ok")
+    assert (part.trace, part.model) == (None, FIRST.decode.model)
 
 
 async def test_a_lane_has_every_attempt_and_what_was_unusual() -> None:
@@ -94,13 +94,13 @@ async def test_a_lane_has_every_attempt_and_what_was_unusual() -> None:
     made.begin_relaying(200)
     made.note(MomentKind.RESUMED, 2.5)
     made.end(RelayOutcome.OK)
-    lane = made.record().lane()
-    assert phases(lane)[2:] == [
+    part = made.record().part()
+    assert phases(part)[2:] == [
         (PhaseKind.ATTEMPT, "d1", "refused"),
         (PhaseKind.ATTEMPT, "d2", "left"),
         (PhaseKind.ATTEMPT, "d1", "ok"),
     ]
-    assert [(moment.kind, moment.node, moment.gap_s) for moment in lane.moments] == [
+    assert [(moment.kind, moment.node, moment.gap_s) for moment in part.moments] == [
         (MomentKind.FIRST_BYTE, "", None),
         (MomentKind.LOST, "d2", None),
         (MomentKind.RESUMED, "d1", 2.5),
@@ -113,9 +113,9 @@ async def test_an_attempt_that_begins_ends_the_one_before_it_and_its_first_byte_
     made.got_byte()
     attempt(made, SECOND)
     made.got_byte()
-    lane = made.record().lane()
-    assert phases(lane)[1:] == [(PhaseKind.ATTEMPT, "d1", ""), (PhaseKind.ATTEMPT, "d2", "")]
-    assert [moment.kind for moment in lane.moments] == [MomentKind.FIRST_BYTE] * 2
+    part = made.record().part()
+    assert phases(part)[1:] == [(PhaseKind.ATTEMPT, "d1", ""), (PhaseKind.ATTEMPT, "d2", "")]
+    assert [moment.kind for moment in part.moments] == [MomentKind.FIRST_BYTE] * 2
 
 
 @pytest.mark.parametrize(
@@ -131,9 +131,9 @@ async def test_what_is_under_way_ends_now_and_its_lane_has_no_end(
     made = relayed()
     for step in steps:
         step(made)
-    lane = made.record().lane()
-    assert [phase.kind for phase in lane.phases] == kinds
-    assert (lane.phases[-1].end_s, lane.end_s) == (clock.now_s, None)
+    part = made.record().part()
+    assert [phase.kind for phase in part.phases] == kinds
+    assert (part.phases[-1].end_s, part.end_s) == (clock.now_s, None)
 
 
 async def test_nodes_hang_from_the_attempt_and_the_lane_from_the_client_where_spans_are_exported() -> None:
@@ -144,12 +144,12 @@ async def test_nodes_hang_from_the_attempt_and_the_lane_from_the_client_where_sp
     attempt(made, SECOND)
     second = made.attempt_trace
     made.end(RelayOutcome.OK, 200)
-    lane = made.record().lane()
-    assert lane.trace == TRACE
+    part = made.record().part()
+    assert part.trace == TRACE
     assert first is not None
     assert second is not None
-    assert [phase.span_id for phase in lane.phases if phase.node] == [first.span_id, second.span_id]
-    assert len({lane.span_id, *(phase.span_id for phase in lane.phases)} - {b""}) == 4
+    assert [phase.span_id for phase in part.phases if phase.node] == [first.span_id, second.span_id]
+    assert len({part.span_id, *(phase.span_id for phase in part.phases)} - {b""}) == 4
 
 
 async def test_without_an_exporter_nodes_hang_from_the_client_itself() -> None:

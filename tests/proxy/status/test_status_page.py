@@ -140,7 +140,7 @@ async def _open_and_close_a_request(page: Page) -> None:
     await page.press("Enter", "\r")
     await page.until("document.querySelector('#request-dialog').open")
     await see(page, "mine")
-    await page.until("!document.querySelector('#request-picture').hidden")  # the proxy's own lane at least
+    await page.until("!document.querySelector('#request-picture').hidden")  # the proxy's own part at least
     assert await page.evaluate("document.querySelectorAll('#request-timeline rect').length") > 0
     await page.press("Escape")
     await page.until("!document.querySelector('#request-dialog').open")

@@ -436,7 +436,7 @@ async function fetchTimeline(request) {
 }
 
 const PROCESSES = { proxy: "proxy", api: "API process", engine: "engine", prefill_engine: "prefill engine" };
-const UNDER = ["chunk", "push"]; // these go on beside other phases of their lane
+const UNDER = ["chunk", "push"]; // these go on beside other phases of their part
 const LABEL_PX = 17;
 const PHASE_PX = 13;
 
@@ -445,26 +445,26 @@ function drawTimeline(timeline) {
   const width = svg.clientWidth;
   const all = Math.max(timeline.duration_s, 1e-3);
   const x = (at) => Math.max(0, Math.min(1, at / all)) * width;
-  const parts = [];
+  const shapes = [];
   let y = 0;
-  for (const lane of timeline.lanes) {
+  for (const part of timeline.parts) {
     const label = draw("text", { x: 0, y: y + 12 });
-    label.textContent = laneLabel(lane);
-    parts.push(label);
+    label.textContent = partLabel(part);
+    shapes.push(label);
     y += LABEL_PX;
     const box = (kind, from, to, top, height, told) => {
       const title = draw("title");
       title.textContent = told;
-      parts.push(draw("rect", { class: kind, x: x(from), y: top, width: Math.max(x(to) - x(from), 1.5), height, rx: 1.5 }, title));
+      shapes.push(draw("rect", { class: kind, x: x(from), y: top, width: Math.max(x(to) - x(from), 1.5), height, rx: 1.5 }, title));
     };
-    const phases = lane.phases ?? [];
+    const phases = part.phases ?? [];
     for (const one of phases) if (!UNDER.includes(one.kind)) box(one.kind, one.start_s, one.end_s, y, PHASE_PX, phaseText(one));
-    for (const gap of lane.gaps?.longest ?? []) box("pause", gap.start_s, gap.start_s + gap.seconds, y, PHASE_PX, `gap of ${duration(gap.seconds)}`);
-    for (const one of lane.moments ?? []) {
+    for (const gap of part.gaps?.longest ?? []) box("pause", gap.start_s, gap.start_s + gap.seconds, y, PHASE_PX, `gap of ${duration(gap.seconds)}`);
+    for (const one of part.moments ?? []) {
       const title = draw("title");
       title.textContent = `${one.kind.replaceAll("_", " ")} at ${duration(one.at_s)}${one.node ? ` · ${one.node}` : ""}`;
       const at = Math.max(1, Math.min(width - 1, x(one.at_s)));
-      parts.push(draw("line", { class: "moment", x1: at, x2: at, y1: y - 2, y2: y + PHASE_PX + 2 }, title));
+      shapes.push(draw("line", { class: "moment", x1: at, x2: at, y1: y - 2, y2: y + PHASE_PX + 2 }, title));
     }
     y += PHASE_PX + 2;
     const under = phases.filter((one) => UNDER.includes(one.kind));
@@ -476,18 +476,18 @@ function drawTimeline(timeline) {
     const label = draw("text", { x: x((all * step) / 4), y: y + 16, "text-anchor": anchor });
     label.textContent = step === 0 ? "0" : duration((all * step) / 4);
     const at = Math.round(x((all * step) / 4));
-    parts.unshift(draw("line", { class: "grid", x1: at, x2: at, y1: 0, y2: y + 3 }));
-    parts.push(label);
+    shapes.unshift(draw("line", { class: "grid", x1: at, x2: at, y1: 0, y2: y + 3 }));
+    shapes.push(label);
   }
   svg.setAttribute("height", y + 20);
   svg.setAttribute("viewBox", `0 0 ${width} ${y + 20}`);
-  svg.replaceChildren(...parts);
+  svg.replaceChildren(...shapes);
 }
 
-function laneLabel(lane) {
-  const process = PROCESSES[lane.process] ?? lane.process;
-  const error = lane.clock_error_s > 0.001 ? ` · times ± ${duration(lane.clock_error_s)}` : "";
-  return `${lane.node ? `${lane.node}, ${process}` : process}${lane.outcome ? ` · ${lane.outcome}` : ""}${error}`;
+function partLabel(part) {
+  const process = PROCESSES[part.process] ?? part.process;
+  const error = part.clock_error_s > 0.001 ? ` · times ± ${duration(part.clock_error_s)}` : "";
+  return `${part.node ? `${part.node}, ${process}` : process}${part.outcome ? ` · ${part.outcome}` : ""}${error}`;
 }
 
 function phaseText(phase) {

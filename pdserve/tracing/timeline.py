@@ -1,12 +1,12 @@
-"""Notes what one process does for a request, and puts the lanes of several machines together to its timeline.
+"""Notes what one process does for a request, and joins what several machines noted to its timeline.
 
-A lane is made of a process's notes when the request has ended. A note costs a call and a small object. There is none
-for a token: the tokens' gaps are counted where the API process times them anyway.
+When the request has ended, a process makes its part of the timeline out of its notes. A note costs a call and a small
+object. There is none for a token: the tokens' gaps are counted where the API process times them anyway.
 
 Timelines are on the clock of the machine that asks, and no wall clock is compared. A node says what its monotonic clock
 showed as it answered. That moment lies between the question and the answer, so the two clocks' difference is known to
 half of the time that both took on their way. Clocks drift apart by some microseconds a second, which is much less for
-as long as lanes are stored.
+as long as timelines are stored.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from pdserve.wire.timeline import (
     Phase,
     PhaseKind,
     ProcessKind,
-    RecalledLanes,
-    RequestLane,
+    RecalledParts,
     Timeline,
+    TimelinePart,
     TraceContext,
     new_span_id,
 )
@@ -46,8 +46,8 @@ class _OpenPhase(msgspec.Struct, gc=False):
     span_id: bytes
 
 
-class LaneNotes:
-    """The notes about one request. ``lane`` may be called while it is under way."""
+class TimelineNotes:
+    """The notes about one request. ``part`` may be called while it is under way."""
 
     __slots__ = (
         "_last_chunk",
@@ -75,7 +75,7 @@ class LaneNotes:
         *,
         attempt: int = 0,
     ) -> None:
-        """``trace`` has the span that the lane hangs from."""
+        """``trace`` has the span that the part hangs from."""
         self.process = process
         self.request_id = request_id
         self.start_s = start_s
@@ -96,7 +96,7 @@ class LaneNotes:
 
     @property
     def context(self) -> TraceContext | None:
-        """What hangs from this lane's own span."""
+        """What hangs from this part's own span."""
         return None if self.trace is None else self.trace.child(self.span_id)
 
     def begin(self, kind: PhaseKind, now: float, *, node: str = "", prefill: str = "", tokens: int = 0) -> None:
@@ -175,7 +175,7 @@ class LaneNotes:
         else:
             self._left_out += 1
 
-    def lane(
+    def part(
         self,
         now: float,
         *,
@@ -191,8 +191,8 @@ class LaneNotes:
         drafts: int = 0,
         accepted_drafts: int = 0,
         gaps: Gaps | None = None,
-    ) -> RequestLane:
-        """Returns the lane so far. Open phases end now; of a request that has not ``ended`` they stay open."""
+    ) -> TimelinePart:
+        """Returns the part so far. Open phases end now; of a request that has not ``ended`` they stay open."""
         open_phases = self._open
         if ended:
             for kind in tuple(open_phases):
@@ -206,7 +206,7 @@ class LaneNotes:
                     for kind, phase in open_phases.items()
                 ),
             ]
-        return RequestLane(
+        return TimelinePart(
             request_id=self.request_id,
             process=self.process,
             start_s=self.start_s,
@@ -265,82 +265,82 @@ SLACK_S = 0.001
 """By so much clocks of one machine may seem to differ."""
 
 
-def on_our_clock(recalled: RecalledLanes, asked_s: float, answered_s: float) -> list[RequestLane]:
-    """Returns a node's lanes in the times of our clock, by which it was ``asked`` and has ``answered``."""
+def on_our_clock(recalled: RecalledParts, asked_s: float, answered_s: float) -> list[TimelinePart]:
+    """Returns a node's parts in the times of our clock, by which it was ``asked`` and has ``answered``."""
     way_s = max(0.0, answered_s - asked_s - recalled.taken_s)
     difference_s = answered_s - way_s / 2 - recalled.now_s
-    return [msgspec.structs.replace(_moved(lane, difference_s), clock_error_s=way_s / 2) for lane in recalled.lanes]
+    return [msgspec.structs.replace(_moved(part, difference_s), clock_error_s=way_s / 2) for part in recalled.parts]
 
 
 def joined_timeline(
-    request_id: str, lanes: Sequence[RequestLane], now_s: float, unix_s: float, silent: Iterable[str] = ()
+    request_id: str, parts: Sequence[TimelinePart], now_s: float, unix_s: float, silent: Iterable[str] = ()
 ) -> Timeline | None:
-    """Returns the timeline of the newest request with this id; None if there is no lane of it.
+    """Returns the timeline of the newest request with this id; None if there is no part of it.
 
-    ``lanes`` are on one clock, which shows ``now_s`` as the time is ``unix_s``.
+    ``parts`` are on one clock, which shows ``now_s`` as the time is ``unix_s``.
     """
-    if not lanes:
+    if not parts:
         return None
-    proxies = [lane for lane in lanes if lane.process is ProcessKind.PROXY]
+    proxies = [part for part in parts if part.process is ProcessKind.PROXY]
     if proxies:
-        proxy = max(proxies, key=lambda lane: lane.start_s)
-        others = [lane for lane in lanes if lane.process is not ProcessKind.PROXY and _belongs(lane, proxy)]
-        chosen = [proxy, *sorted(others, key=lambda lane: lane.start_s)]
+        proxy = max(proxies, key=lambda part: part.start_s)
+        others = [part for part in parts if part.process is not ProcessKind.PROXY and _belongs(part, proxy)]
+        chosen = [proxy, *sorted(others, key=lambda part: part.start_s)]
     else:
-        chosen = _newest_request(sorted(lanes, key=lambda lane: lane.start_s))
+        chosen = _newest_request(sorted(parts, key=lambda part: part.start_s))
     begin_s = chosen[0].start_s
-    ends = [now_s if lane.end_s is None else lane.end_s for lane in (chosen[:1] if proxies else chosen)]
+    ends = [now_s if part.end_s is None else part.end_s for part in (chosen[:1] if proxies else chosen)]
     return Timeline(
         request_id=request_id,
         began=unix_s - (now_s - begin_s),
         duration_s=max(ends) - begin_s,
-        finished=all(lane.end_s is not None for lane in chosen),
-        lanes=tuple(_without_spans(_moved(lane, -begin_s)) for lane in chosen),
+        finished=all(part.end_s is not None for part in chosen),
+        parts=tuple(_without_spans(_moved(part, -begin_s)) for part in chosen),
         silent=tuple(silent),
     )
 
 
-def _newest_request(lanes: list[RequestLane]) -> list[RequestLane]:
-    """Returns the lanes of the newest of the requests that ``lanes`` are of, by their beginnings. No proxy tells it.
+def _newest_request(parts: list[TimelinePart]) -> list[TimelinePart]:
+    """Returns the parts of the newest of the requests that ``parts`` are of, by their beginnings. No proxy tells it.
 
-    Of one request, each attempt has a higher number than the one before, and other lanes begin behind its first one.
+    Of one request, each attempt has a higher number than the one before, and other parts begin behind its first one.
     """
-    first: RequestLane | None = None
+    first: TimelinePart | None = None
     attempt = -1
-    for lane in lanes:
-        if lane.process is ProcessKind.API:
-            if lane.attempt <= attempt or first is None:
-                first = lane
-            attempt = lane.attempt
+    for part in parts:
+        if part.process is ProcessKind.API:
+            if part.attempt <= attempt or first is None:
+                first = part
+            attempt = part.attempt
     if first is None:
-        return lanes
+        return parts
     from_s = first.start_s - first.clock_error_s - SLACK_S
-    return [lane for lane in lanes if lane is first or lane.start_s >= from_s - lane.clock_error_s]
+    return [part for part in parts if part is first or part.start_s >= from_s - part.clock_error_s]
 
 
-def _belongs(lane: RequestLane, proxy: RequestLane) -> bool:
-    """Returns whether a node's lane is of the proxy's request, and not of another one with the same id."""
-    error_s = lane.clock_error_s + SLACK_S
-    if lane.start_s < proxy.start_s - error_s:
+def _belongs(part: TimelinePart, proxy: TimelinePart) -> bool:
+    """Returns whether a node's part is of the proxy's request, and not of another one with the same id."""
+    error_s = part.clock_error_s + SLACK_S
+    if part.start_s < proxy.start_s - error_s:
         return False
-    return proxy.end_s is None or lane.start_s <= proxy.end_s + error_s
+    return proxy.end_s is None or part.start_s <= proxy.end_s + error_s
 
 
-def _moved(lane: RequestLane, by_s: float) -> RequestLane:
-    replace, gaps = msgspec.structs.replace, lane.gaps
+def _moved(part: TimelinePart, by_s: float) -> TimelinePart:
+    replace, gaps = msgspec.structs.replace, part.gaps
     if gaps is not None:
         gaps = Gaps(gaps.counts, tuple(replace(gap, start_s=gap.start_s + by_s) for gap in gaps.longest))
     return replace(
-        lane,
-        start_s=lane.start_s + by_s,
-        end_s=None if lane.end_s is None else lane.end_s + by_s,
-        phases=tuple(replace(p, start_s=p.start_s + by_s, end_s=p.end_s + by_s) for p in lane.phases),
-        moments=tuple(replace(moment, at_s=moment.at_s + by_s) for moment in lane.moments),
+        part,
+        start_s=part.start_s + by_s,
+        end_s=None if part.end_s is None else part.end_s + by_s,
+        phases=tuple(replace(p, start_s=p.start_s + by_s, end_s=p.end_s + by_s) for p in part.phases),
+        moments=tuple(replace(moment, at_s=moment.at_s + by_s) for moment in part.moments),
         gaps=gaps,
     )
 
 
-def _without_spans(lane: RequestLane) -> RequestLane:
-    """Returns the lane without what only the export of spans needs."""
+def _without_spans(part: TimelinePart) -> TimelinePart:
+    """Returns the part without what only the export of spans needs."""
     replace = msgspec.structs.replace
-    return replace(lane, trace=None, span_id=b"", phases=tuple(replace(p, span_id=b"") for p in lane.phases))
+    return replace(part, trace=None, span_id=b"", phases=tuple(replace(p, span_id=b"") for p in part.phases))
