@@ -40,7 +40,7 @@ class Inside(msgspec.Struct, frozen=True):
     group_blocks_used: float = 0
     """The blocks in use of windows and states."""
     blocks_quarantined: float = 0
-    kept_answers: float = 0
+    replayable_answers: float = 0
     journal_bytes: float = 0
     accepted_drafts: float = 0
     """Since the server started: it is no work under way."""
@@ -70,7 +70,7 @@ _SUMMED: Mapping[str, str] = {
     "pdserve_proxy_requests_in_flight": "requests",
     "pdserve_kv_cache_usage_perc": "blocks_used",
     "pdserve_quarantined_blocks": "blocks_quarantined",
-    "pdserve_kept_answers": "kept_answers",
+    "pdserve_replayable_answers": "replayable_answers",
     "pdserve_spec_decode_num_accepted_tokens_total": "accepted_drafts",
     "pdserve_proxy_journal_bytes": "journal_bytes",
 }

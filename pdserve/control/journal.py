@@ -6,7 +6,7 @@ A node that was asked for a journal begins every event with a comment of server-
     :0.                   the event ends choice 0; tokens that had no event are here
     :usage                the event is the chunk with the usage
     :done                 the event ends the stream
-    :room 912             no event: the node wishes that another one goes on, with free blocks for so many tokens
+    :move 912             no event: the node wishes that another one goes on, with free blocks for so many tokens
     :0 314 8 [[-0.5,1,[]],[-2.25,3,[]]]
                           so in an answer in one piece: with the tokens' log probabilities as JSON
 
@@ -50,8 +50,8 @@ DIGEST_BYTES = 32
 
 _ENTRY = re.compile(rb"(0|[1-9][0-9]{0,6})((?: (?:0|[1-9][0-9]{0,9}))*)(?: (\[[0-9eE+\-.,\[\]]*\]))?(\.?)")
 _USAGE, _DONE = b"usage", b"done"
-_ROOM_BLOCK = re.compile(rb"(?:\A|(?<=\n\n)):room ([0-9]{1,12})\n\n")
-_ROOM_LINE = re.compile(rb"^:room ([0-9]{1,12})\n", re.MULTILINE)
+_MOVE_BLOCK = re.compile(rb"(?:\A|(?<=\n\n)):move ([0-9]{1,12})\n\n")
+_MOVE_LINE = re.compile(rb"^:move ([0-9]{1,12})\n", re.MULTILINE)
 _SIGNS = bytes.maketrans(b"[,", b": ")
 _encode = msgspec.json.Encoder().encode
 _logprobs = msgspec.json.Decoder(list[TokenLogprobs])
@@ -117,31 +117,31 @@ def entry_with_logprobs(choice: int, token_ids: Sequence[int], logprobs: Sequenc
     return entry(choice, token_ids).rstrip(b"\n") + b" " + _encode(logprobs) + b"\n"
 
 
-def room_block(tokens: int) -> bytes:
+def move_block(tokens: int) -> bytes:
     """Returns what a node writes between two events if it wishes that another one goes on.
 
     ``tokens`` are those of all choices, with those that come soon: the other node should have free blocks for them.
     """
-    return b":room %d\n\n" % tokens
+    return b":move %d\n\n" % tokens
 
 
-def room_line(tokens: int) -> bytes:
+def move_line(tokens: int) -> bytes:
     """Returns what a node writes between two entries of an answer in one piece if it has such a wish; 0 is none."""
-    return b":room %d\n" % tokens if tokens else b""
+    return b":move %d\n" % tokens if tokens else b""
 
 
-def cut_room_blocks(events: bytes) -> tuple[bytes, int]:
+def cut_move_blocks(events: bytes) -> tuple[bytes, int]:
     """Returns complete events without wishes to move, and the tokens of the last wish; 0 if there is none."""
-    return _without(_ROOM_BLOCK, events)
+    return _without(_MOVE_BLOCK, events)
 
 
-def cut_room_lines(entries: bytes) -> tuple[bytes, int]:
+def cut_move_lines(entries: bytes) -> tuple[bytes, int]:
     """Returns entries of an answer in one piece without wishes to move, and the tokens of the last wish, or 0."""
-    return _without(_ROOM_LINE, entries)
+    return _without(_MOVE_LINE, entries)
 
 
 def _without(wish: re.Pattern[bytes], data: bytes) -> tuple[bytes, int]:
-    if b":room " not in data:
+    if b":move " not in data:
         return data, 0
     wishes = wish.findall(data)
     return wish.sub(b"", data), int(wishes[-1]) if wishes else 0

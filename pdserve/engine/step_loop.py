@@ -435,7 +435,7 @@ class StepLoop:
         if self._drafter is not None:
             self._draft(step, self._drafter, tables)
         self._connector.stepped(self._scheduler, step.plan, now)
-        for wanted in self._scheduler.room_wanted(now, self._placement.step_cost.decode_step_s):
+        for wanted in self._scheduler.move_wanted(now, self._placement.step_cost.decode_step_s):
             self._api.send(wanted)
 
     def _draft(self, step: LaunchedStep, drafter: DraftRunner, tables: Tables) -> None:

@@ -351,7 +351,7 @@ class StepOutput(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fi
     outputs: list[RequestOutput]
 
 
-class RoomWanted(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="room_wanted"):
+class MoveWanted(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="move_wanted"):
     """Asks to have a client request go on at a node with more free blocks: those of this one will not last for all.
 
     It is a wish. Until somebody aborts the request, the engine goes on with it.
@@ -383,4 +383,4 @@ class EngineFailed(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_
     message: str
 
 
-FromEngine: TypeAlias = Starting | Ready | StepOutput | RoomWanted | Recorded | Stats | EngineFailed
+FromEngine: TypeAlias = Starting | Ready | StepOutput | MoveWanted | Recorded | Stats | EngineFailed

@@ -101,7 +101,7 @@ class SchedulerCounts(Counts):
     drafts: Annotated[int, counter("spec_decode_num_draft_tokens", "guessed tokens that steps have checked")] = 0
     preemptions: Annotated[int, counter("num_preemptions", "requests set back for lack of blocks")] = 0
     moves_wanted: Annotated[int, counter("num_moves_wanted", "requests that should leave before blocks run out")] = 0
-    """The client requests that were to go on at a node with more free blocks (``RoomWanted``)."""
+    """The client requests that were to go on at a node with more free blocks (``MoveWanted``)."""
     prefix_cache_queries: Annotated[
         int, counter("prefix_cache_queries", "prompt tokens looked up in the prefix cache")
     ] = 0

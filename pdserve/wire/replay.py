@@ -8,7 +8,7 @@ Its browser or library sends the last one as ``Last-Event-ID`` when it asks agai
 node, which has the answer, and the node sends the events behind that one. Two nodes that go on with one answer may
 put other tokens into their events, so an id also has the tag of the log that it counts in.
 
-The node's response to a proxy that asks again has one more header, ``KEPT_HEADER``: the answer's identity, by which
+The node's response to a proxy that asks again has one more header, ``REPLAY_HEADER``: the answer's identity, by which
 another node can go on with it, and the size of the journal of the events that are left out. The body begins with that.
 """
 
@@ -21,7 +21,7 @@ import msgspec
 
 from pdserve.wire.terms import KEY_BYTES, AnswerIdentity, EventPlace
 
-KEPT_HEADER = "x-pdserve-kept"
+REPLAY_HEADER = "x-pdserve-replay"
 
 _EVENT_ID = re.compile(r"([0-9a-f]{32})\.([0-9a-f]{4})\.(0|[1-9][0-9]{0,8})")
 _REPLAY = re.compile(r"([0-9a-f]{32}) ([0-9]{1,15}) ([0-9]{1,12})")
@@ -61,12 +61,12 @@ class Replay(msgspec.Struct, frozen=True):
     """The body begins with so many bytes: the entries of the events that it leaves out."""
 
     def header(self) -> str:
-        """Returns the value of ``KEPT_HEADER``."""
+        """Returns the value of ``REPLAY_HEADER``."""
         return f"{self.answer.id.hex()} {self.answer.created} {self.journal_bytes}"
 
 
 def read_replay(header: str | None) -> Replay | None:
-    """Returns what a node says in ``KEPT_HEADER``; None if it says nothing that can be read."""
+    """Returns what a node says in ``REPLAY_HEADER``; None if it says nothing that can be read."""
     found = None if header is None else _REPLAY.fullmatch(header)
     if found is None:
         return None

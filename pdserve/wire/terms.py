@@ -167,7 +167,7 @@ class Terms(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     """Whether the request ends when a prefill node is lost with it, instead of going on at this node. Only the proxy
     knows how many nodes were lost with one request, which may be what they died of."""
     movable: bool = False
-    """Whether another node can go on with the answers while this one still has them (``RoomWanted``)."""
+    """Whether another node can go on with the answers while this one still has them (``MoveWanted``)."""
     answer: AnswerIdentity | None = None
     """The answer's identity. With one, the node writes a journal (``control.journal``) into a streamed answer."""
     resume: Resume | None = None

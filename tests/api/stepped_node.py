@@ -47,7 +47,7 @@ SECRET = b"the secret of a stepped node"
 VOCAB_SIZE = 49_152
 MAX_BODY_BYTES = 10_000
 ANSWER = AnswerIdentity(bytes(range(16)), 1_700_000_000)
-ROOM = 912
+MOVE_TOKENS = 912
 NOTHING_STORED = ReplayLimits(0, 0, 0.0)
 TURNS = 8
 """The turns of the event loop that a reader needs at most to take a step."""
@@ -85,8 +85,8 @@ class SteppedEngine:
     """The tokens of every answer, where it is not to be made of the alphabet."""
     vocabulary: LLTokenizer | None = None
     """With it, answers to requests with a grammar follow that, and have no alphabet."""
-    room_at: int | None = None
-    """The step before which the engine wishes that another node goes on, with room for so many tokens: ``ROOM``."""
+    move_at: int | None = None
+    """The step before which the engine wishes that another node goes on, with ``MOVE_TOKENS``."""
     state: EngineState = EngineState.READY
     opened: list[Sequence[PromptChoices]] = field(default_factory=list)
     fetched: list[tuple[PrefillTarget, ...]] = field(default_factory=list)
@@ -134,8 +134,8 @@ class SteppedEngine:
                 generation.fail(EngineGone("the engine of this node failed", code="engine_error"))
                 return
             step += 1
-            if step == self.room_at:
-                generation.want_room(ROOM)
+            if step == self.move_at:
+                generation.want_move(MOVE_TOKENS)
             for local_id, choice in list(running.items()):
                 failed = self.fail_after is not None and step > self.fail_after
                 if not (failed or fetch_only) and step < choice.first_step:

@@ -19,7 +19,7 @@ from pdserve.api.routes.completions import RequestBody
 from pdserve.control.journal import JOURNALED_ANSWER, cut, digest
 from pdserve.errors import Gone, TooManyRequests, Unavailable
 from pdserve.http.request import PIECE_BYTES, HttpRequest
-from pdserve.wire.replay import KEPT_HEADER, read_event_id, read_replay
+from pdserve.wire.replay import REPLAY_HEADER, read_event_id, read_replay
 from pdserve.wire.terms import AnswerIdentity, EventPlace, Keep, Resume
 from tests.api.node import WAIT_S
 from tests.api.stepped_node import ANSWER, Reply, SteppedNode, stepped_node
@@ -51,7 +51,7 @@ async def ask(node: SteppedNode, body: dict[str, Any], wanted: Keep, path: str =
 
 def replayed(reply: Reply) -> tuple[bytes, bytes]:
     """Returns the entries of the events that a replay leaves out, and what follows them."""
-    replay = read_replay(reply.headers[KEPT_HEADER])
+    replay = read_replay(reply.headers[REPLAY_HEADER])
     assert replay is not None
     assert replay.answer == ANSWER
     return reply.body[: replay.journal_bytes], reply.body[replay.journal_bytes :]
@@ -77,7 +77,7 @@ async def test_a_stream_is_replayed_behind_every_event_and_with_the_journal_of_t
     async with stepped_node(tokenizer, words(tokenizer), limits=LIMITS) as node:
         plain = await node.begin(path, body)
         first = await ask(node, body, KEEP, path)
-        assert KEPT_HEADER not in first.headers
+        assert REPLAY_HEADER not in first.headers
         assert ID.sub(b"", first.body) == plain.body, "ids are all that is added"
         events = events_of(first.body)
         assert [place(event).events for event in events] == list(range(1, len(events) + 1))
@@ -510,7 +510,7 @@ async def test_an_answer_that_leaves_its_node_ends_with_its_connection(drains: b
     async def produce(answer: ReplayableAnswer) -> None:
         await answer.begin(200, {}, b":0 1\ndata: x\n\n", more=True)
         if not drains:
-            answer.write(b":room 912\n\n")
+            answer.write(b":move 912\n\n")
         await asyncio.Event().wait()
 
     answer = table.open(KEEP, ANSWER, "r", TEXT, CLIENT, produce)
@@ -518,7 +518,7 @@ async def test_an_answer_that_leaves_its_node_ends_with_its_connection(drains: b
     client = Client()
     client.reads.set()
     reader = follow(answer, client)
-    await eventually(lambda: b"data: x" in client.got and (drains or b":room 912\n\n" in client.got), "all it said")
+    await eventually(lambda: b"data: x" in client.got and (drains or b":move 912\n\n" in client.got), "all it said")
     if drains:
         table.drain()
         assert len(table) == 1, "who reads it reads on"
@@ -689,7 +689,7 @@ async def test_journaled_answers_in_one_piece_are_replayed_with_the_journal_of_t
 
     async def produce(answer: ReplayableAnswer) -> None:
         answer.describe(journaled=True, events=1, entries=b"0 1 2\n")
-        await answer.begin(200, {"content-type": JOURNALED_ANSWER}, b":0 3\n:room 5\n", more=True)
+        await answer.begin(200, {"content-type": JOURNALED_ANSWER}, b":0 3\n:move 5\n", more=True)
         await answer.send(b'{"status":200,"headers":{}}\n{}', more=False)
 
     answer = table.open(KEEP, ANSWER, "r", TEXT, CLIENT, produce)
@@ -699,6 +699,6 @@ async def test_journaled_answers_in_one_piece_are_replayed_with_the_journal_of_t
     again.reads.set()
     await asyncio.gather(follow(answer, first), follow(answer, again, first=False))
     end = b':0 3\n{"status":200,"headers":{}}\n{}'
-    assert bytes(first.got).replace(b":room 5\n", b"") == end
-    assert bytes(again.got).replace(b":room 5\n", b"") == b":0 1 2\n" + end
+    assert bytes(first.got).replace(b":move 5\n", b"") == end
+    assert bytes(again.got).replace(b":move 5\n", b"") == b":0 1 2\n" + end
     table.drain()

@@ -24,7 +24,7 @@ from pdserve.api.generation.engine_client import EngineState
 from pdserve.api.generation.generation import Generation
 from pdserve.api.requests.preparing import INLINE_BYTES
 from pdserve.api.requests.tokenizer import Tokenizer, load_tokenizer
-from pdserve.control.journal import cut, cut_room_blocks, digest
+from pdserve.control.journal import cut, cut_move_blocks, digest
 from pdserve.http.errors import ENGINE_GONE_HEADER
 from pdserve.wire.discovery import NodeInfo, Register, Role
 from pdserve.wire.terms import TICKET_HEADER, AnswerIdentity, PrefillTarget, Prepared, Resume, decode_prepared
@@ -32,7 +32,7 @@ from tests.api.behaviour import REPLY_TEXT, SPLIT_TEXT, Behaviour
 from tests.api.node import MODEL, WAIT_S, NodeUnderTest, scripted_node
 from tests.api.plain_http import send
 from tests.api.scripted_engine import EOS, GATE
-from tests.api.stepped_node import ANSWER, MAX_BODY_BYTES, ROOM, VOCAB_SIZE, SteppedNode, stepped_node
+from tests.api.stepped_node import ANSWER, MAX_BODY_BYTES, MOVE_TOKENS, VOCAB_SIZE, SteppedNode, stepped_node
 from tests.api.test_server import FakeProxy, config
 from tests.examples import examples
 
@@ -529,20 +529,20 @@ def meaning(stream: bytes) -> tuple[dict[int, tuple[int, str, str | None]], dict
     return said, chunks[-1]["usage"], end
 
 
-@pytest.mark.parametrize("room_at", [1, 3])
+@pytest.mark.parametrize("move_at", [1, 3])
 @pytest.mark.parametrize(("path", "prompt"), [(TEXT, {"prompt": "x"}), (CHAT, {"messages": MESSAGES})])
 async def test_a_wish_for_room_stands_between_two_events(
-    path: str, prompt: dict[str, Any], room_at: int, tokenizer: Tokenizer
+    path: str, prompt: dict[str, Any], move_at: int, tokenizer: Tokenizer
 ) -> None:
     """One that comes before the first event comes behind that."""
     body = {"model": MODEL, **prompt, "seed": 5, "ignore_eos": True, "max_tokens": 6, "stream": True}
     async with (
         stepped_node(tokenizer, alphabet(tokenizer)) as calm,
-        stepped_node(tokenizer, alphabet(tokenizer), room_at=room_at) as crowded,
+        stepped_node(tokenizer, alphabet(tokenizer), move_at=move_at) as crowded,
     ):
         unbroken, wished = (await calm.begin(path, body)).body, (await crowded.begin(path, body)).body
-    assert cut_room_blocks(wished) == (unbroken, ROOM)
-    assert 0 < wished.index(b":room") < wished.index(b":done")
+    assert cut_move_blocks(wished) == (unbroken, MOVE_TOKENS)
+    assert 0 < wished.index(b":move") < wished.index(b":done")
 
 
 async def test_only_an_answer_with_a_journal_is_movable(tokenizer: Tokenizer) -> None:

@@ -15,10 +15,10 @@ from pdserve.api.answers import answer, text_generation
 from pdserve.api.answers.answer import CompleteAnswer
 from pdserve.api.answers.text_generation import ChoiceText, TextDelta
 from pdserve.api.requests.tokenizer import Tokenizer
-from pdserve.control.journal import AnswerHead, AnswerReader, cut_room_lines, parse
+from pdserve.control.journal import AnswerHead, AnswerReader, cut_move_lines, parse
 from pdserve.wire.engine import RequestOutput
 from tests.api.node import MODEL
-from tests.api.stepped_node import ROOM, Reply, stepped_node
+from tests.api.stepped_node import MOVE_TOKENS, Reply, stepped_node
 from tests.api.test_resumed_answers import BODIES, CHAT, MESSAGES, TEXT, UNFIT, alphabet, words
 from tests.examples import examples
 
@@ -213,10 +213,10 @@ async def test_a_journal_of_another_request(journal: bytes, why: str, tokenizer:
 async def test_a_wish_for_room_stands_between_two_entries(tokenizer: Tokenizer) -> None:
     async with (
         stepped_node(tokenizer, alphabet(tokenizer)) as calm,
-        stepped_node(tokenizer, alphabet(tokenizer), room_at=3) as crowded,
+        stepped_node(tokenizer, alphabet(tokenizer), move_at=3) as crowded,
     ):
         with slow:
             unbroken, wished = (await calm.begin(TEXT, PLAIN)).body, (await crowded.begin(TEXT, PLAIN)).body
     head = wished.index(b"{")
-    entries, tokens = cut_room_lines(wished[:head])
-    assert (entries + wished[head:], tokens) == (unbroken, ROOM)
+    entries, tokens = cut_move_lines(wished[:head])
+    assert (entries + wished[head:], tokens) == (unbroken, MOVE_TOKENS)

@@ -13,14 +13,14 @@ from pdserve.control.journal import (
     JournaledChoice,
     JournalError,
     cut,
-    cut_room_blocks,
-    cut_room_lines,
+    cut_move_blocks,
+    cut_move_lines,
     digest,
     entry,
     entry_with_logprobs,
+    move_block,
+    move_line,
     parse,
-    room_block,
-    room_line,
 )
 from pdserve.wire.sampling_params import TokenLogprobs
 
@@ -53,25 +53,25 @@ def test_what_is_cut_off_are_the_entries_and_nothing_else(
     ("data", "blocks", "lines"),
     [
         (b"", (b"", 0), (b"", 0)),
-        (room_block(7), (b"", 7), (b"\n", 7)),
-        (room_line(7), (b":room 7\n", 0), (b"", 7)),
-        (b":0 1\n:room 8\n:1 2\n", (b":0 1\n:room 8\n:1 2\n", 0), (b":0 1\n:1 2\n", 8)),
-        (event("a") + room_block(1) + room_block(2) + event("b"), (event("a") + event("b"), 2), None),
-        (event("a:room 5"), (event("a:room 5"), 0), (event("a:room 5"), 0)),
-        (b":room -1\n\n", (b":room -1\n\n", 0), (b":room -1\n\n", 0)),
-        (b":room " + b"9" * 13 + b"\n\n", (b":room " + b"9" * 13 + b"\n\n", 0), None),
+        (move_block(7), (b"", 7), (b"\n", 7)),
+        (move_line(7), (b":move 7\n", 0), (b"", 7)),
+        (b":0 1\n:move 8\n:1 2\n", (b":0 1\n:move 8\n:1 2\n", 0), (b":0 1\n:1 2\n", 8)),
+        (event("a") + move_block(1) + move_block(2) + event("b"), (event("a") + event("b"), 2), None),
+        (event("a:move 5"), (event("a:move 5"), 0), (event("a:move 5"), 0)),
+        (b":move -1\n\n", (b":move -1\n\n", 0), (b":move -1\n\n", 0)),
+        (b":move " + b"9" * 13 + b"\n\n", (b":move " + b"9" * 13 + b"\n\n", 0), None),
     ],
 )
 def test_wishes_for_room_are_cut_off_where_they_stand_alone(
     data: bytes, blocks: tuple[bytes, int], lines: tuple[bytes, int] | None
 ) -> None:
-    assert cut_room_blocks(data) == blocks
+    assert cut_move_blocks(data) == blocks
     if lines is not None:
-        assert cut_room_lines(data) == lines
+        assert cut_move_lines(data) == lines
 
 
 def test_no_wish_is_no_line() -> None:
-    assert room_line(0) == b""
+    assert move_line(0) == b""
 
 
 def test_a_journal_adds_up_what_its_entries_say() -> None:

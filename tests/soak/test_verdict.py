@@ -190,13 +190,13 @@ pdserve_num_requests_waiting 1.0
 pdserve_num_requests_waiting_for_remote_kvs 0.0
 pdserve_kv_cache_usage_perc 0.25
 pdserve_quarantined_blocks 3.0
-pdserve_kept_answers 4.0
+pdserve_replayable_answers 4.0
 pdserve_spec_decode_num_accepted_tokens_total 0.0
 vllm:num_requests_running{engine="0"} 2.0
 """
     found = read_inside(metrics, Part.DECODE)
     assert found is not None
-    assert found == Inside(requests=3, blocks_used=0.25, blocks_quarantined=3, kept_answers=4)
+    assert found == Inside(requests=3, blocks_used=0.25, blocks_quarantined=3, replayable_answers=4)
     assert not found.idle
     told = read_inside(metrics.replace("accepted_tokens_total 0.0", "accepted_tokens_total 5.0"), Part.DECODE)
     assert told == msgspec.structs.replace(found, accepted_drafts=5)

@@ -234,7 +234,7 @@ CHANNELS: list[tuple[Any, list[msgspec.Struct]]] = [
                     step=engine.StepStats(shared=4, itl_target_s=0.05, parts={"batch": 0.012}),
                 )
             ),
-            engine.RoomWanted(7, 912),
+            engine.MoveWanted(7, 912),
             engine.EngineFailed("no memory"),
         ],
     ),

@@ -88,7 +88,7 @@ async def wrong_counters(cluster: Cluster, plan: Plan) -> list[str]:
     engines = [node.engine.process for node in cluster.nodes if node.engine is not None]
     wrong += _wrong_transfers(engines, nodes, cluster.fabric)
     # An answer may leave a node that runs out of blocks: then it has had two.
-    left = sum(metrics.total("pdserve_proxy_room_moves_total", outcome=how) for metrics in proxies for how in LEFT)
+    left = sum(metrics.total("pdserve_proxy_block_moves_total", outcome=how) for metrics in proxies for how in LEFT)
     if plan.is_calm and not left:
         wrong += _wrong_of_calm_run(cluster.requests, nodes, proxies, cluster.witness)
     return wrong

@@ -41,7 +41,7 @@ from pdserve.control.journal import (
     AnswerHead,
     entry,
     entry_with_logprobs,
-    room_line,
+    move_line,
 )
 from pdserve.errors import RequestError
 from pdserve.http.errors import error_body, error_event, error_form, error_headers, internal_error
@@ -470,7 +470,7 @@ async def respond_journaled(
     """
     answer.add(first)
     while (ended := await _end_within(JOURNAL_INTERVAL_S, request, headers, generation, answer)) is None:
-        await _send_entries(request, answer.entries() + room_line(generation.take_room()))
+        await _send_entries(request, answer.entries() + move_line(generation.take_move()))
     if ended.head is None:
         await request.send(b"", more=False)
     elif request.answered:

@@ -507,13 +507,13 @@ class TextGeneration:
         deltas += [delta for item in items if (delta := self._take(item, now)) is not None]
         return deltas if self.failure is None else deltas + self._held()
 
-    def on_room(self, callback: Callable[[int], object] | None) -> None:
-        """Does what ``Generation.on_room`` does."""
-        self._generation.on_room(callback)
+    def on_move_wanted(self, callback: Callable[[int], object] | None) -> None:
+        """Does what ``Generation.on_move_wanted`` does."""
+        self._generation.on_move_wanted(callback)
 
-    def take_room(self) -> int:
-        """Does what ``Generation.take_room`` does."""
-        return self._generation.take_room()
+    def take_move(self) -> int:
+        """Does what ``Generation.take_move`` does."""
+        return self._generation.take_move()
 
     def close(self) -> None:
         if self._closed:

@@ -31,11 +31,11 @@ from pdserve.wire.engine import (
     EngineFailed,
     EngineStats,
     FromEngine,
+    MoveWanted,
     Ready,
     Recorded,
     Renew,
     RequestOutput,
-    RoomWanted,
     Shutdown,
     Starting,
     Stats,
@@ -208,7 +208,7 @@ class EngineClient:
                 f"the engine is {self._state.value}", code="engine_unavailable", retry_after_s=RETRY_AFTER_S
             )
         wanted = [choice for prompt in prompts for choice in prompt.choices]
-        self._check_room(len(wanted))
+        self._check_capacity(len(wanted))
         local_ids = [next(self._ids) for _ in wanted]
         numbers = {local_id: choice.index for local_id, choice in zip(local_ids, wanted, strict=True)}
         generation = Generation(numbers, terms.deadline_s, self._abort, pace)
@@ -234,7 +234,7 @@ class EngineClient:
                 raise Unavailable("the engine is gone", code="engine_unavailable", retry_after_s=RETRY_AFTER_S)
         return generation
 
-    def _check_room(self, count: int) -> None:
+    def _check_capacity(self, count: int) -> None:
         """Raises InvalidRequest or Unavailable if ``count`` answers are too many, for this node or for now.
 
         First answers and further ones (prompts times ``n``) are counted apart, so that a request for hundreds of
@@ -311,9 +311,9 @@ class EngineClient:
         match message:
             case StepOutput(outputs):
                 self._hand_out(outputs)
-            case RoomWanted(local_id, tokens):
+            case MoveWanted(local_id, tokens):
                 if generation := self._open.get(local_id):
-                    generation.want_room(tokens)
+                    generation.want_move(tokens)
             case Stats(stats, asked):
                 self.stats = stats
                 self._note_idle()

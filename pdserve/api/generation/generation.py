@@ -175,9 +175,9 @@ class Generation:
         self._waiter: asyncio.Future[None] | None = None
         self._hurried = False
         """Whether ``wait`` returns without anything that is due."""
-        self._room_tokens = 0
+        self._move_tokens = 0
         """What the engine has last asked for, until somebody hears of it."""
-        self._on_room: Callable[[int], object] | None = None
+        self._on_move_wanted: Callable[[int], object] | None = None
         self._loop = asyncio.get_running_loop()
         self._timer = self._loop.call_later(deadline_s + DEADLINE_GRACE_S, self._expire)
 
@@ -199,22 +199,22 @@ class Generation:
                 self._due.update((other.choice, other) for other in self._open.values())
         return due
 
-    def want_room(self, tokens: int) -> None:
+    def want_move(self, tokens: int) -> None:
         """Notes that the engine would have the answer go on at a node with free blocks for so many tokens."""
-        self._room_tokens = tokens
-        self._tell_room()
+        self._move_tokens = tokens
+        self._tell_move()
 
-    def on_room(self, callback: Callable[[int], object] | None) -> None:
+    def on_move_wanted(self, callback: Callable[[int], object] | None) -> None:
         """From now on calls ``callback`` with the tokens for which the engine wants blocks elsewhere, each time.
 
         A wish that came before is passed on at once. Without a callback, wishes wait.
         """
-        self._on_room = callback
-        self._tell_room()
+        self._on_move_wanted = callback
+        self._tell_move()
 
-    def take_room(self) -> int:
+    def take_move(self) -> int:
         """Returns for how many tokens the engine wants blocks elsewhere, once for each wish; 0 if it has none."""
-        tokens, self._room_tokens = self._room_tokens, 0
+        tokens, self._move_tokens = self._move_tokens, 0
         return tokens
 
     def wake(self) -> None:
@@ -278,7 +278,7 @@ class Generation:
     def close(self) -> None:
         """Aborts what is unfinished. It may be called again."""
         self._timer.cancel()
-        self._on_room = None
+        self._on_move_wanted = None
         self._end(list(self._open))
 
     async def _until_due(self) -> None:
@@ -289,9 +289,9 @@ class Generation:
             finally:
                 self._waiter = None
 
-    def _tell_room(self) -> None:
-        if self._on_room is not None and self._room_tokens:
-            self._on_room(self.take_room())
+    def _tell_move(self) -> None:
+        if self._on_move_wanted is not None and self._move_tokens:
+            self._on_move_wanted(self.take_move())
 
     def _hurry(self) -> None:
         """Makes all that has come due, and wakes the reader."""

@@ -13,11 +13,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from pdserve.control.journal import JOURNALED_ANSWER, cut_room_lines, room_line
+from pdserve.control.journal import JOURNALED_ANSWER, cut_move_lines, move_line
 from pdserve.errors import Gone, TooManyRequests, Unavailable
 from pdserve.http.request import PIECE_BYTES, HttpRequest, Reply
 from pdserve.patience import PatientTimer
-from pdserve.wire.replay import KEPT_HEADER, Replay, event_id_start
+from pdserve.wire.replay import REPLAY_HEADER, Replay, event_id_start
 from pdserve.wire.terms import AnswerIdentity, EventPlace, Keep
 
 log = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ SMALL_BYTES = 64 * 1024
 MAX_READERS = 8
 """The connections that may read one answer at once: each may have some of it that it has not taken yet."""
 
-_ROOM = b":room "
+_MOVE = b":move "
 
 
 class AnswerStore(Protocol):
@@ -188,11 +188,11 @@ class ReplayableAnswer(Reply):
 
     def _add(self, data: bytes) -> None:
         if not self._streamed:
-            data, tokens = cut_room_lines(data)
-            self._want_room(room_line(tokens))
+            data, tokens = cut_move_lines(data)
+            self._want_move(move_line(tokens))
             pieces = [data] if data else []
-        elif data.startswith(_ROOM):
-            self._want_room(data)
+        elif data.startswith(_MOVE):
+            self._want_move(data)
             return
         else:
             pieces = [self._numbered(event, number) for number, event in enumerate(data.split(b"\n\n")[:-1], 1)]
@@ -207,7 +207,7 @@ class ReplayableAnswer(Reply):
         entry, _, shown = event.partition(b"\n")
         return b"%b\nid: %b%d\n%b\n\n" % (entry, self._ids, number, shown)
 
-    def _want_room(self, wish: bytes) -> None:
+    def _want_move(self, wish: bytes) -> None:
         if wish:
             self.leaves, self._wish = True, wish
             self._wishes += 1
@@ -306,7 +306,7 @@ class ReplayableAnswer(Reply):
         """Sends the head of the response, and the journal's entries of the events that the client has."""
         entries = bytes(self._before) + (self._entries(reader.position - self._first) if self._streamed else b"")
         replay = Replay(self._answer, len(entries) if self._streamed else 0)
-        headers = {**self._headers, KEPT_HEADER: replay.header()}
+        headers = {**self._headers, REPLAY_HEADER: replay.header()}
         # This reader's copy of them takes memory, but the log is no longer for it: the producer does not wait for that.
         self._store.grew(self, len(entries))
         try:

@@ -298,7 +298,9 @@ class ReplayMetrics(Collector):
     def collect(self) -> Iterable[Metric]:
         answers = self._answers
         yield GaugeMetricFamily(
-            "pdserve_kept_answers", "answers kept for clients that ask again, those under way too", len(answers)
+            "pdserve_replayable_answers", "answers kept for clients that ask again, those under way too", len(answers)
         )
-        yield GaugeMetricFamily("pdserve_kept_answers_bytes", "memory that kept answers take", answers.taken_bytes)
-        yield CounterMetricFamily("pdserve_kept_answers_replayed", "requests that got a kept answer", answers.replayed)
+        yield GaugeMetricFamily(
+            "pdserve_replayable_answers_bytes", "memory that kept answers take", answers.taken_bytes
+        )
+        yield CounterMetricFamily("pdserve_replayed_answers", "requests that got a kept answer", answers.replayed)

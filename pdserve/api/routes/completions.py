@@ -57,7 +57,7 @@ from pdserve.api.requests.sampling_fields import (
 from pdserve.api.requests.structured_outputs import wanted_calls, wanted_grammar
 from pdserve.api.requests.tokenizer import TemplateFailed, Tokenizer
 from pdserve.config import Switch
-from pdserve.control.journal import Journal, room_block
+from pdserve.control.journal import Journal, move_block
 from pdserve.errors import DeadlineExceeded, InvalidRequest, NotFound
 from pdserve.http.request import JSON, TRACEPARENT, HttpRequest, Reply, request_label
 from pdserve.tracing.timeline import TimelineNotes
@@ -704,13 +704,13 @@ async def _send_stream(
     async with aclosing(events):
         await request.begin(200, headers, await anext(events), more=True)
         # Between two events, and also if no event comes: an answer that was preempted has none for long.
-        generation.on_room(lambda tokens: request.write(room_block(tokens)))
+        generation.on_move_wanted(lambda tokens: request.write(move_block(tokens)))
         try:
             async for data in events:
                 if not request.write(data):
                     await request.drain()
         finally:
-            generation.on_room(None)
+            generation.on_move_wanted(None)
     await request.send(b"", more=False)
 
 

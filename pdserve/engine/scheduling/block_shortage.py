@@ -16,7 +16,7 @@ from pdserve.engine.kv_cache.block_tables import BlockTables
 from pdserve.engine.request import Request
 from pdserve.engine.scheduling.queues import GroupId, Queues
 from pdserve.engine.scheduling.request_limits import StopRule
-from pdserve.wire.engine import RoomWanted
+from pdserve.wire.engine import MoveWanted
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ class BlockShortage:
         self._next_at = -math.inf
         self._named_at: dict[GroupId, float] = {}
 
-    def look(self, now: float, step_s: float) -> Sequence[RoomWanted]:
+    def look(self, now: float, step_s: float) -> Sequence[MoveWanted]:
         """Returns those that should leave now, if it is time to look. ``step_s`` is what a decode step takes lately."""
         if now < self._next_at:
             return ()
@@ -88,7 +88,7 @@ class BlockShortage:
         for group in leaving:
             short = _less(short, spared[group.id])
         may_leave = len(groups) - len(leaving) - 1
-        named: list[RoomWanted] = []
+        named: list[MoveWanted] = []
         for group in groups:
             if max(short) <= 0 or len(named) >= may_leave:
                 break
@@ -100,7 +100,7 @@ class BlockShortage:
             self._named_at[group.id] = now
             counts = self._blocks.by_group(held[group.id])
             log.debug("%s should leave: held=%s wanted=%s short=%s", reader, counts, group.wanted, short)
-            named.append(RoomWanted(reader.local_id, (group.wanted[0] + counts[0]) * self._blocks.block_size))
+            named.append(MoveWanted(reader.local_id, (group.wanted[0] + counts[0]) * self._blocks.block_size))
             short = _less(short, spared[group.id])
         return named
 

@@ -33,7 +33,7 @@ from pdserve.engine.scheduling.queues import Queues
 from pdserve.engine.scheduling.request_limits import StopRule
 from pdserve.engine.scheduling.step_budget import StepBudget
 from pdserve.engine.speculation.speculation import Speculation
-from pdserve.wire.engine import FinishReason, PrefillSource, RoomWanted
+from pdserve.wire.engine import FinishReason, MoveWanted, PrefillSource
 from pdserve.wire.sampling_params import PromptLogprobs, SampledToken, joined
 from pdserve.wire.timeline import MomentKind
 
@@ -399,7 +399,7 @@ class Scheduler:
             if (notes := work.request.notes) is not None:
                 notes.chunk(self._now, now, work.num_tokens)
 
-    def room_wanted(self, now: float, step_s: float) -> Sequence[RoomWanted]:
+    def move_wanted(self, now: float, step_s: float) -> Sequence[MoveWanted]:
         """Returns the client requests that should leave this node now, if blocks run out soon (``block_shortage``)."""
         wanted = self._shortage.look(now, step_s)
         self.counters.moves_wanted += len(wanted)

@@ -171,7 +171,7 @@ class RequestCounts(Collector):
         yield _counter("pdserve_proxy_resumes", "Answers whose node was lost, by what became of them.", self.resumes)
         for reason, name, what in (
             (MoveReason.DRAIN, "pdserve_proxy_moves", "Answers whose node drained"),
-            (MoveReason.BLOCKS, "pdserve_proxy_room_moves", "Answers whose node ran out of blocks"),
+            (MoveReason.BLOCKS, "pdserve_proxy_block_moves", "Answers whose node ran out of blocks"),
         ):
             moves = {outcome.value: count for outcome, count in self._moves[reason].items()}
             yield _counter(name, f"{what}, by what became of them.", moves)

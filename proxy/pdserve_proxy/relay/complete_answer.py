@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from pdserve.control.journal import JOURNALED_ANSWER, AnswerError, AnswerReader, cut_room_lines
+from pdserve.control.journal import JOURNALED_ANSWER, AnswerError, AnswerReader, cut_move_lines
 from pdserve.errors import BadUpstream
 from pdserve.patience import PatientTimeout
 from pdserve_proxy.continuation.journal import RelayJournal
@@ -136,7 +136,7 @@ class JournaledAnswer:
         except TimeoutError as exc:
             raise NodeLost(f"silent for {self._silence_s:g} s") from exc
         try:
-            entries, tokens = cut_room_lines(self._reader.feed(piece))
+            entries, tokens = cut_move_lines(self._reader.feed(piece))
         except AnswerError as exc:
             name = self._relayed.decode_name
             raise BadUpstream(f"node {name} gave an unexpected answer: {exc}", code="upstream_invalid") from exc

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from pdserve.control.journal import cut, cut_room_blocks
+from pdserve.control.journal import cut, cut_move_blocks
 from pdserve.errors import BadUpstream
 from pdserve.http.errors import error_event, error_form
 from pdserve_proxy.continuation.journal import DropReason, RelayJournal
@@ -153,7 +153,7 @@ class JournaledEvents(CompleteEvents):
     def _cut(self, before: bytes, events: bytes) -> bytes:
         """Returns ``events``, which follow ``before``, without entries."""
         if not before:
-            events, tokens = cut_room_blocks(events)
+            events, tokens = cut_move_blocks(events)
             self._journal.want_blocks(tokens)
         if not events:
             return b""

@@ -60,7 +60,7 @@ class MoveReason(enum.StrEnum):
 
     DRAIN = "drain"
     """Its node drains."""
-    BLOCKS = "room"
+    BLOCKS = "blocks"
     """Its node runs out of blocks, and another one has some."""
 
 

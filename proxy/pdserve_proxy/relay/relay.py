@@ -24,7 +24,7 @@ from pdserve.http.tls import Trust
 from pdserve.tracing.tracing import Tracing
 from pdserve.wire.discovery import NodeInfo
 from pdserve.wire.ids import new_id
-from pdserve.wire.replay import KEPT_HEADER, read_replay
+from pdserve.wire.replay import REPLAY_HEADER, read_replay
 from pdserve.wire.status import IncidentKind
 from pdserve.wire.terms import AnswerIdentity
 from pdserve.wire.timeline import TimelinePart
@@ -234,7 +234,7 @@ class Relay:
         try:
             content_type, journal_bytes = media_type(response.headers), 0
             keep = request.terms.keep
-            if keep is not None and (replay := read_replay(response.headers.get(KEPT_HEADER))) is not None:
+            if keep is not None and (replay := read_replay(response.headers.get(REPLAY_HEADER))) is not None:
                 # Another node goes on with this answer, which has an identity since it was asked for first.
                 request, journal_bytes = request.with_terms(answer=replay.answer), replay.journal_bytes
             if response.status == 200 and content_type == "text/event-stream":

@@ -13,7 +13,7 @@ from pdserve.engine.request import Request
 from pdserve.engine.scheduling import block_shortage
 from pdserve.engine.scheduling.block_shortage import AGAIN_S, AHEAD_BLOCKS, LEAVING_S
 from pdserve.wire.cache_groups import Keep
-from pdserve.wire.engine import RoomWanted
+from pdserve.wire.engine import MoveWanted
 from tests.engine.fake_engine import BLOCK_SIZE, FakeEngine
 from tests.engine.fake_model import answer, groups_of
 
@@ -25,7 +25,7 @@ SOON = AHEAD_BLOCKS * BLOCK_SIZE
 
 def named(engine: FakeEngine, step_s: float = 0.0) -> list[int]:
     """Returns the ids of the requests that are asked to leave now, the first answers of their client requests."""
-    return [wanted.local_id for wanted in engine.scheduler.room_wanted(engine.now, step_s)]
+    return [wanted.local_id for wanted in engine.scheduler.move_wanted(engine.now, step_s)]
 
 
 def begun(engine: FakeEngine, *max_tokens: int, movable: bool = True) -> list[Request]:
@@ -50,8 +50,8 @@ def test_nobody_leaves_while_there_are_blocks() -> None:
 def test_the_youngest_leaves_with_the_blocks_that_it_has_and_needs_soon() -> None:
     engine = FakeEngine(num_blocks=7)
     _, youngest = begun(engine, 20, 20)
-    assert engine.scheduler.room_wanted(engine.now, 0.0) == [
-        RoomWanted(1, (len(youngest.block_table) + AHEAD_BLOCKS) * BLOCK_SIZE)
+    assert engine.scheduler.move_wanted(engine.now, 0.0) == [
+        MoveWanted(1, (len(youngest.block_table) + AHEAD_BLOCKS) * BLOCK_SIZE)
     ]
     assert engine.scheduler.counters.moves_wanted == 1
 
@@ -135,7 +135,7 @@ def test_the_answers_to_a_client_request_leave_together_and_first() -> None:
     engine.add(2, [*PROMPT, 9], 20, movable=True, group_id=2)
     while not engine.outputs.get(2):
         engine.step()
-    (wanted,) = engine.scheduler.room_wanted(engine.now, 0.0)
+    (wanted,) = engine.scheduler.move_wanted(engine.now, 0.0)
     assert wanted.local_id in (0, 1)
 
 
@@ -156,7 +156,7 @@ def test_one_leaves_where_a_window_or_states_run_out(group: tuple[Keep, int], co
         assert engine.blocks.grow_bounded(other, 0, 1)
         taken.extend(other.every_block())
     tokens = (len(youngest.block_table) + AHEAD_BLOCKS) * BLOCK_SIZE
-    assert engine.scheduler.room_wanted(engine.now, 0.0) == [RoomWanted(1, tokens)]
+    assert engine.scheduler.move_wanted(engine.now, 0.0) == [MoveWanted(1, tokens)]
     engine.blocks.free(taken)
 
 

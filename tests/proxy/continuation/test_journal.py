@@ -69,7 +69,7 @@ def test_wishes_between_events_are_told_and_leave_no_trace(
     """The proxy hears the last of the wishes that come at once."""
     pieces = [*events]
     for number, place in enumerate(sorted(places, reverse=True)):
-        pieces.insert(min(place, len(events)), wire.room_block(len(places) - number))
+        pieces.insert(min(place, len(events)), wire.move_block(len(places) - number))
     data, journal, told = b"".join(pieces), new_journal(), list[int]()
     journal.on_blocks_wanted = told.append
     stream, out = JournaledEvents(journal), b""

@@ -13,7 +13,7 @@ from pdserve.config import AdmissionConfig
 from pdserve.control.journal import cut
 from pdserve.errors import InvalidRequest
 from pdserve.wire.discovery import Role
-from pdserve.wire.replay import KEPT_HEADER, Replay, event_id_start, read_event_id, read_replay
+from pdserve.wire.replay import REPLAY_HEADER, Replay, event_id_start, read_event_id, read_replay
 from pdserve.wire.terms import AnswerIdentity, EventPlace, Keep
 from pdserve_proxy.relayed_routes import MAX_KEY_CHARS, wanted_keep
 from tests.proxy.cluster import Cluster, cluster, error_of, metric, node_info, proxy_config, registered
@@ -155,7 +155,7 @@ async def test_another_node_goes_on_with_a_replayed_answer_as_if_the_proxy_had_s
     entries = b"".join(event.partition(b"\n")[0] + b"\n" for event in ANSWER[:3])
 
     async def replay_and_die(exchange: Exchange) -> None:
-        await exchange.begin_stream(**{KEPT_HEADER: Replay(identity, len(entries)).header()})
+        await exchange.begin_stream(**{REPLAY_HEADER: Replay(identity, len(entries)).header()})
         data = entries + ANSWER[3]
         for start in range(0, len(data), cut_at):
             await exchange.chunk(data[start : start + cut_at])

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import msgspec
 import pytest
 
-from pdserve.control.journal import room_block, room_line
+from pdserve.control.journal import move_block, move_line
 from pdserve.wire.cache_groups import Keep
 from pdserve.wire.discovery import GroupCapacity, NodeLoad
 from pdserve.wire.terms import Prepared
@@ -46,7 +46,7 @@ class Crowded:
     async def __call__(self, exchange: Exchange) -> None:
         await answer_up_to(exchange, BEGUN)
         await self.crowded.wait()
-        await exchange.chunk(room_block(TOKENS))
+        await exchange.chunk(move_block(TOKENS))
         gone, going_on = asyncio.create_task(exchange.gone()), asyncio.create_task(self.go_on.wait())
         await asyncio.wait([gone, going_on], return_when=asyncio.FIRST_COMPLETED)
         if going_on.done() and not gone.done():
@@ -57,13 +57,13 @@ class Crowded:
         self.left.set()
 
 
-async def room_moves(running: Cluster, outcome: str) -> float:
-    return await metric(running, f'pdserve_proxy_room_moves_total{{outcome="{outcome}"}}')
+async def block_moves(running: Cluster, outcome: str) -> float:
+    return await metric(running, f'pdserve_proxy_block_moves_total{{outcome="{outcome}"}}')
 
 
 async def ended(running: Cluster, outcome: str, count: int = 1) -> None:
     async def counted() -> bool:
-        return await room_moves(running, outcome) == count
+        return await block_moves(running, outcome) == count
 
     await eventually(counted, f"{count} answers are {outcome}")
 
@@ -108,7 +108,7 @@ async def test_a_stream_moves_to_a_node_with_free_blocks(caplog: pytest.LogCaptu
         assert [ticket.terms.resume is not None and ticket.terms.resume.prepare for ticket in tickets] == [True, False]
         assert [[holder.name for holder in ticket.terms.holders] for ticket in tickets] == [[NODE]] * 2
         assert old.others.journals == [entries(BEGUN)] * 2, "the wish is no entry of the journal"
-        assert await room_moves(running, "moved") == 1
+        assert await block_moves(running, "moved") == 1
         assert await drain_moves(running, "moved") == 0
         assert await resumes(running, "resumed") == 0
         assert await metric(running, 'pdserve_proxy_resume_gap_seconds_count{kind="moved"}') == 1
@@ -200,7 +200,7 @@ async def test_a_stream_goes_back_where_the_other_node_declines_it_after_the_cut
         node.crowded.set()
         assert await response.read() == SHOWN[len(shown(BEGUN)) :]
         assert asked == 2
-        assert [await room_moves(running, outcome) for outcome in ("moved", "stayed")] == [0, 1]
+        assert [await block_moves(running, outcome) for outcome in ("moved", "stayed")] == [0, 1]
         await nothing_is_left(running)
 
 
@@ -212,7 +212,7 @@ async def test_a_stream_moves_for_room_so_often(monkeypatch: pytest.MonkeyPatch)
     async def crowded_too(exchange: Exchange) -> None:
         await answer_up_to(exchange, BEGUN + 1)
         await has_moved.wait()
-        await exchange.chunk(room_block(TOKENS))
+        await exchange.chunk(move_block(TOKENS))
         await go_on.wait()
         await exchange.chunk(b"".join(ANSWER[BEGUN + 1 :]))
         await exchange.finish()
@@ -225,7 +225,7 @@ async def test_a_stream_moves_for_room_so_often(monkeypatch: pytest.MonkeyPatch)
         await ended(running, "stayed")
         go_on.set()
         assert await response.read() == SHOWN[len(shown(BEGUN)) :]
-        assert [await room_moves(running, outcome) for outcome in ("moved", "stayed")] == [1, 1]
+        assert [await block_moves(running, outcome) for outcome in ("moved", "stayed")] == [1, 1]
 
 
 async def test_a_wish_while_all_turns_are_taken_is_dropped() -> None:
@@ -252,7 +252,7 @@ async def test_a_wish_while_all_turns_are_taken_is_dropped() -> None:
         node.go_on.set()
         for response in (one, two):
             assert await response.read() == SHOWN[len(shown(BEGUN)) :]
-        assert await room_moves(running, "moved") + await room_moves(running, "ended") == 1
+        assert await block_moves(running, "moved") + await block_moves(running, "ended") == 1
 
 
 async def test_a_node_that_drains_after_a_wish_in_vain_is_left() -> None:
@@ -276,7 +276,7 @@ async def test_a_node_that_drains_after_a_wish_in_vain_is_left() -> None:
         await eventually(lambda: _drains(running), "the proxy knows that it drains")
         drains.set()
         assert await response.read() == SHOWN[len(shown(BEGUN)) :]
-        assert await room_moves(running, "stayed") == 1
+        assert await block_moves(running, "stayed") == 1
         assert await drain_moves(running, "moved") == 1
         await nothing_is_left(running)
 
@@ -292,7 +292,7 @@ async def test_an_answer_in_one_piece_moves_too() -> None:
     async def hang(exchange: Exchange) -> None:
         await test_complete_answer.answer_up_to_part(exchange, 2)
         await crowded_now.wait()
-        await exchange.chunk(test_complete_answer.LINES[2] + room_line(TOKENS))
+        await exchange.chunk(test_complete_answer.LINES[2] + move_line(TOKENS))
         await exchange.gone()
 
     async with cluster() as running, draining(running, hang, prepare, test_complete_answer.complete) as old:
@@ -302,5 +302,5 @@ async def test_an_answer_in_one_piece_moves_too() -> None:
         crowded_now.set()
         assert await asked == (200, test_complete_answer.BODY)
         assert old.others.journals[-1] == b"".join(test_complete_answer.LINES[:3]).replace(b":", b"")
-        assert await room_moves(running, "moved") == 1
+        assert await block_moves(running, "moved") == 1
         await nothing_is_left(running)

@@ -36,7 +36,7 @@ def test_a_stream_moves_to_a_node_with_room(crowded: Cluster) -> None:
     clients = {seed: ask(crowded, "together", seed) for seed in SEEDS}
     for seed, client in clients.items():
         client.answer().like(unbroken[seed])
-    assert sample(crowded.url, "proxy_room_moves_total", outcome="moved") >= 1
+    assert sample(crowded.url, "proxy_block_moves_total", outcome="moved") >= 1
     assert sum(node.metric("num_moves_wanted_total") for node in crowded.decode) >= 1
     assert sample(crowded.url, "proxy_resumes_total", outcome="resumed") == 0
     crowded.until_idle()
