@@ -35,7 +35,7 @@ async def test_a_resumed_stream_has_both_attempts_and_its_gap() -> None:
         assert (status, found["finished"]) == (200, True)
         (part,) = found["parts"]
         attempts = [phase for phase in part["phases"] if phase["kind"] == "attempt"]
-        assert [attempt["outcome"] for attempt in attempts] == ["left", "ok"]
+        assert [attempt["outcome"] for attempt in attempts] == ["lost", "ok"]
         assert attempts[0]["end_s"] <= attempts[1]["start_s"]
         moments = {moment["kind"]: moment for moment in part["moments"]}
         assert moments.keys() == {"first_byte", "lost", "resumed"}

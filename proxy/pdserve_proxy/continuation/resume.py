@@ -192,16 +192,19 @@ class Resumption:
         self._relayed.after_next_event(NEXT_EVENT_S, cut_over)
         return gone
 
-    async def go_on(self, begin: Begin) -> bytes:
-        """Returns the first events of the node that goes on. Raises ResumeFailed."""
+    async def go_on(self, begin: Begin, loss: NodeLost) -> bytes:
+        """Returns the first events of the node that goes on. Raises ResumeFailed.
+
+        ``loss`` says why the node that has the stream is lost. It tells nothing if that is left by plan.
+        """
         gone, self._gone = self._gone, None  # a loss before the cut: there is nothing to cut any more
         try:
-            return await self._go_on(begin)
+            return await self._go_on(begin, loss)
         finally:
             if gone is not None and not gone.done():
                 gone.set_result(None)
 
-    async def _go_on(self, begin: Begin) -> bytes:
+    async def _go_on(self, begin: Begin, loss: NodeLost) -> bytes:
         relayed, counts = self._relayed, self._resumes.counts
         loop = asyncio.get_running_loop()
         cut, self._cut = self._cut, None
@@ -213,7 +216,7 @@ class Resumption:
             events = stream.journal.count
             if cut is None:
                 relayed.note(MomentKind.LOST)
-            relayed.begin_resuming()
+            relayed.begin_resuming("lost" if cut is None else "left")
             data = await self._resumes.resume(stream, begin, cut)
         except ResumeFailed as exc:
             counts.resume_ended(exc.outcome)
@@ -238,21 +241,23 @@ class Resumption:
             self.moves_for_blocks += cut.reason is MoveReason.BLOCKS
             back = relayed.route is not None and relayed.route.decode.boot_id == stream.node.boot_id
             counts.move_ended(cut.reason, MoveOutcome.STAYED if back else MoveOutcome.MOVED, gap_s)
+        why = (str(loss) or repr(loss)) if cut is None else cut.reason.value
         counts.incidents.add(
             IncidentKind.RESUMED if cut is None else IncidentKind.MOVED,
-            f"its answer goes on at {relayed.decode_name}",
+            f"its answer goes on at {relayed.decode_name}: {why}",
             node=stream.node.name,
             request=relayed.request_id,
         )
         relayed.note(MomentKind.RESUMED if cut is None else MomentKind.MOVED, gap_s)
         log.info(
-            "request_id=%s %s from=%s to=%s events=%d gap_s=%.3f",
+            "request_id=%s %s from=%s to=%s events=%d gap_s=%.3f: %s",
             relayed.request_id,
             "resumed" if cut is None else "moved",
             stream.node.name,
             relayed.decode_name,
             events,
             gap_s,
+            why,
         )
         return data
 

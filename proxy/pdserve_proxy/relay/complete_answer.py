@@ -94,17 +94,17 @@ class JournaledAnswer:
         while True:
             try:
                 return await self._rest()
-            except NodeLost as loss:
-                relayed = self._relayed
+            except NodeLost as exc:
+                loss, relayed = exc, self._relayed
                 if not resumption.planned:
                     relayed.node_lost()
                     log.warning(
                         "request_id=%s decode=%s lost while answering: %s",
                         relayed.request_id,
                         relayed.decode_name,
-                        loss or repr(loss),
+                        str(loss) or repr(loss),
                     )
-            await resumption.go_on(self._begin)
+            await resumption.go_on(self._begin, loss)
 
     async def _begin(self, response: NodeResponse) -> bytes:
         """Waits until the node of ``response`` has said something of the answer. Raises NodeLost."""

@@ -280,14 +280,14 @@ class EventStream:
             return b""
         if relayed.cut_short is None:
             if self._resumption is None or not self._resumption.planned:
-                reason = loss or repr(loss)
+                reason = str(loss) or repr(loss)
                 relayed.node_lost()
                 log.warning(
                     "request_id=%s decode=%s lost while streaming: %s", relayed.request_id, relayed.decode_name, reason
                 )
             if self._resumption is not None:
                 try:
-                    return await self._resumption.go_on(self._begin)
+                    return await self._resumption.go_on(self._begin, loss)
                 except ResumeFailed as exc:
                     log.warning("request_id=%s does not go on: %s", relayed.request_id, exc)
                 except asyncio.CancelledError:

@@ -379,15 +379,15 @@ class RelayedRequest:
         self.prompt_computed()
         self._end_pause()
 
-    def begin_resuming(self) -> None:
-        """Closes the lost node's response, so that nothing it still says is relayed, and ends the attempt there."""
+    def begin_resuming(self, outcome: str = "left") -> None:
+        """Closes the node's response, so that nothing it still says is relayed. ``outcome`` is that of the attempt."""
         self.phase = _RESUMING
         if self._pause_began_s is None:
             self._pause_began_s = time.monotonic()
         if self._response is not None:
             self._response.close()
             self._response = None
-        self.attempt_failed("left")
+        self.attempt_failed(outcome)
         self._end_attempt()
 
     def end(self, outcome: RelayOutcome, status: int | None = None) -> None:

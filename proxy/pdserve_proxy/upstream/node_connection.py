@@ -207,6 +207,8 @@ class NodeConnection(asyncio.Protocol):
         self._response: NodeResponse | None = None
         self._silence: PatientTimer | None = None
         self._silence_s: float | None = None
+        self._suspected = False
+        """Whether the node's heartbeats have ended since the request."""
         self._heard_s = 0.0
         self._idle_bytes = 0
         """The bytes that have come since the request, or since the last byte of a body."""
@@ -224,7 +226,7 @@ class NodeConnection(asyncio.Protocol):
         assert self._response is None
         self._idle_bytes = 0
         self._response = NodeResponse(self._loop, self._closed_by_reader)
-        self._silence_s = silence_s
+        self._silence_s, self._suspected = silence_s, False
         if silence_s is not None:
             self._heard_s = self._loop.time()
             self._silence = PatientTimer(self._loop, silence_s, self._check_silence)
@@ -249,7 +251,7 @@ class NodeConnection(asyncio.Protocol):
             self._fail("its heartbeats ended")
         else:
             self._silence.cancel()
-            self._silence_s = min(self._silence_s, SUSPECTED_S)
+            self._silence_s, self._suspected = min(self._silence_s, SUSPECTED_S), True
             # This process may have been late itself, and has not yet read what came from the node.
             self._wait_for_news(max(self._left_s(), LAST_LOOK_S))
 
@@ -377,7 +379,8 @@ class NodeConnection(asyncio.Protocol):
         left_s = self._left_s()
         if left_s <= 0:
             self._silence = None
-            self._fail(f"silent for {self._silence_s:g} s")
+            after = " after its heartbeats ended" if self._suspected else ""
+            self._fail(f"silent for {self._silence_s:g} s{after}")
         else:
             self._wait_for_news(left_s)
 

@@ -19,6 +19,7 @@ from pdserve.http.guard import HALF_CLOSED_S
 from pdserve.http.tls import Trust
 from pdserve.wire.discovery import NodeInfo, Register, Role
 from pdserve.wire.ids import new_id
+from pdserve.wire.status import IncidentKind
 from pdserve_proxy.continuation import losses, resume, turns
 from pdserve_proxy.records.access_log import RequestCounts
 from pdserve_proxy.registry.registry import Registry
@@ -232,6 +233,11 @@ async def test_a_node_that_hangs_is_left_and_nothing_of_what_it_still_says_is_re
         if falls_silent:
             silent.set()
         assert await asked == SHOWN
+        async with running.http.get("/status") as response:
+            status = await response.json()
+        told = [one["text"] for one in status["report"]["incidents"] if one["kind"] == IncidentKind.RESUMED.value]
+        why = "silent for 1 s after its heartbeats ended" if falls_silent else "silent for 0.3 s"
+        assert told == [f"its answer goes on at other: {why}"]
 
 
 async def test_a_stream_is_resumed_as_often_as_its_nodes_say_something(proxy: SharedProxy) -> None:
@@ -611,7 +617,9 @@ async def test_the_log_says_from_where_to_where(caplog: pytest.LogCaptureFixture
         async with cluster() as running, nodes(running, dies_at(3), complete):
             assert await ask(running) == SHOWN
     (line,) = [record.getMessage() for record in caplog.records if " resumed " in record.getMessage()]
-    assert re.fullmatch(r"request_id=[0-9a-f]{32} resumed from=n[01] to=n[01] events=3 gap_s=\d+\.\d{3}", line)
+    assert re.fullmatch(
+        r"request_id=[0-9a-f]{32} resumed from=n[01] to=n[01] events=3 gap_s=\d+\.\d{3}: the connection ended", line
+    )
 
 
 async def test_the_load_is_where_the_stream_is() -> None:

@@ -88,7 +88,7 @@ async def test_a_lane_has_every_attempt_and_what_was_unusual() -> None:
     attempt(made, SECOND)
     made.got_byte()
     made.note(MomentKind.LOST)
-    made.begin_resuming()
+    made.begin_resuming("lost")
     assert request_view(made.record()).stage is RequestStage.RESUMING
     attempt(made, FIRST)
     made.begin_relaying(200)
@@ -97,7 +97,7 @@ async def test_a_lane_has_every_attempt_and_what_was_unusual() -> None:
     part = made.record().part()
     assert phases(part)[2:] == [
         (PhaseKind.ATTEMPT, "d1", "refused"),
-        (PhaseKind.ATTEMPT, "d2", "left"),
+        (PhaseKind.ATTEMPT, "d2", "lost"),
         (PhaseKind.ATTEMPT, "d1", "ok"),
     ]
     assert [(moment.kind, moment.node, moment.gap_s) for moment in part.moments] == [
