@@ -98,7 +98,7 @@ class TransferConfig:
     prefill_timeout_ms: int = setting(
         "prefill-timeout-ms",
         "A prefill node gets this many milliseconds for a prompt, beyond what its queue and the prompt's length "
-        "need. Then the decode node computes the prompt.",
+        "need. Then the decode node asks the next one, or computes the prompt.",
         30_000,
         minimum=1,
         maximum=3_600_000,

@@ -68,8 +68,9 @@ class Dispatch:
         self._registry = registry
         self._attempts = attempts
         self._coming: dict[bytes, list[int]] = {}
-        """The tokens of each context that is to come to a node."""
-        """The tokens that go to a node for want of blocks elsewhere, by its boot id. Its load does not show them."""
+        """The tokens of each context that is to come to a node for want of blocks elsewhere, by its boot id. The node's
+        load does not show them.
+        """
         self._router = Router(config.routing.policy, attempts)
         self._prefill_answers = config.routing.prefill_answers
         self._only_prefill: set[bytes] = set()
