@@ -39,7 +39,10 @@ Logits = npt.NDArray[np.float32]
 
 
 class Filter(Protocol):
-    """Leaves some tokens of a distribution, of which weights say how likely they are; the others' become zero."""
+    """Leaves some tokens of a distribution, the best one at least. Weights say how likely tokens are.
+
+    The weights of the others become zero.
+    """
 
     def cuts(self, sampling: SamplingParams, tokens: float) -> bool:
         """Returns whether the parameters may leave out some of so many tokens."""
