@@ -208,7 +208,7 @@ class Resumption:
         relayed, counts = self._relayed, self._resumes.counts
         loop = asyncio.get_running_loop()
         cut, self._cut = self._cut, None
-        from_s = loop.time() if cut is None else self._left_s
+        from_s = (loss.heard_s or loop.time()) if cut is None else self._left_s
         try:
             # It cannot stay any more: if need be, it waits for a place.
             stream = replace(self._lost_stream(left=cut is not None), needs_places=False)

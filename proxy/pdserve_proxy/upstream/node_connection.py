@@ -36,7 +36,14 @@ SMALL_BYTES = 2**14
 
 
 class NodeLost(Exception):
-    """The connection ended, or its reader closed it, before the response ended."""
+    """The connection ended, or its reader closed it, before the response ended.
+
+    ``heard_s`` is when the node was last heard, on the event loop's clock; None if nobody knows.
+    """
+
+    def __init__(self, why: str, heard_s: float | None = None) -> None:
+        super().__init__(why)
+        self.heard_s = heard_s
 
 
 class NodeClosed(NodeLost):
@@ -178,7 +185,7 @@ class NodeResponse:
         """Returns a future that is done when bytes have come or nothing more will. Raises NodeLost after a loss."""
         if self._error is not None:
             # A new error: the one that is kept would keep alive what its readers have in their frames, and they this.
-            raise type(self._error)(str(self._error))
+            raise type(self._error)(str(self._error), self._error.heard_s)
         self._waiter = self._loop.create_future()
         return self._waiter
 
@@ -297,7 +304,8 @@ class NodeConnection(asyncio.Protocol):
         self._release()
         del self._parser
         if response is not None:
-            response.fail(NodeClosed("the connection ended" if exc is None else str(exc) or type(exc).__name__))
+            why = "the connection ended" if exc is None else str(exc) or type(exc).__name__
+            response.fail(NodeClosed(why, self._last_heard_s()))
         self._on_lost(self)
 
     # ------------------------------------------------------------------ the parser's callbacks
@@ -349,7 +357,10 @@ class NodeConnection(asyncio.Protocol):
         self._release()
         self.close()
         if response is not None:
-            response.fail(NodeLost(why))
+            response.fail(NodeLost(why, self._last_heard_s()))
+
+    def _last_heard_s(self) -> float | None:
+        return None if self._silence_s is None else self._heard_s
 
     def _closed_by_reader(self, response: NodeResponse) -> None:
         if response is self._response:

@@ -727,4 +727,4 @@ async def test_the_log_says_from_where_to_where(caplog: pytest.LogCaptureFixture
     said = [record.getMessage() for record in caplog.records]
     assert not [line for line in said if "lost" in line]
     (line,) = [line for line in said if " moved " in line]
-    assert re.fullmatch(r"request_id=[0-9a-f]{32} moved from=old to=n0 events=2 gap_s=\d+\.\d{3}", line)
+    assert re.fullmatch(r"request_id=[0-9a-f]{32} moved from=old to=n0 events=2 gap_s=\d+\.\d{3}: drain", line)

@@ -238,6 +238,9 @@ async def test_a_node_that_hangs_is_left_and_nothing_of_what_it_still_says_is_re
         told = [one["text"] for one in status["report"]["incidents"] if one["kind"] == IncidentKind.RESUMED.value]
         why = "silent for 1 s after its heartbeats ended" if falls_silent else "silent for 0.3 s"
         assert told == [f"its answer goes on at other: {why}"]
+        # The client got nothing from the last byte on, and not only since the loss was noticed.
+        gap_s = await metric(running, 'pdserve_proxy_resume_gap_seconds_sum{kind="lost"}')
+        assert gap_s > (0.99 if falls_silent else 0.29)
 
 
 async def test_a_stream_is_resumed_as_often_as_its_nodes_say_something(proxy: SharedProxy) -> None:
