@@ -20,8 +20,10 @@ from gguf.constants import MODEL_ARCH_NAMES, ExpertGatingFuncType, RopeScalingTy
 from gguf.quants import quantize
 from gguf.tensor_mapping import get_tensor_name_map
 from safetensors.numpy import load_file
+from transformers import AutoConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from tests.models.tiny_families import DEEP_YARN, FULL
+from tests.models.tiny_families import DEEP_YARN, FULL, GROWING
 from tests.tiny_models import SHAPE
 
 SIGMOID = ExpertGatingFuncType.SIGMOID
@@ -43,6 +45,7 @@ ALL_SEE: dict[str, Any] = {"layer_types": [FULL] * 3, "num_experts_per_tok": 0}
 DENSE_CHANNELS: dict[str, Any] = {"shared_intermediate_size": SHAPE["intermediate_size"]}
 """A dense Granite 4 has this setting twice, and llama.cpp reads the other one."""
 CONVERTED: dict[str, list[Converted]] = {
+    "apertus": [Converted("apertus", {})],
     "arcee": [Converted("arcee", {})],
     "chatglm": [Converted("glm", {})],
     "cohere2": [Converted("cohere2", FOUR_LAYERS)],
@@ -57,6 +60,7 @@ CONVERTED: dict[str, list[Converted]] = {
     "dots1": [Converted("dots1", {})],
     "ernie4_5": [Converted("ernie", {}), Converted("ernie-biased", {})],
     "ernie4_5-moe": [Converted("ernie-moe", {})],
+    "exaone": [Converted("exaone", {"attention_bias": False, "mlp_bias": False})],
     "exaone4": [Converted("exaone4", {}), Converted("exaone4-full", {})],
     "falcon-h1": [
         Converted("falcon-h1", {"tie_word_embeddings": False}),
@@ -98,6 +102,11 @@ CONVERTED: dict[str, list[Converted]] = {
     ],
     "jamba": [Converted("jamba", {}), Converted("jamba-dense", {})],
     "mamba2": [Converted("mamba2", {}), Converted("mamba2-groups", {})],
+    "minicpm3": [Converted("minicpm3", {"dim_model_base": 256})],
+    "mistral3": [
+        Converted("ministral3-full", {}),
+        Converted("ministral3-full", {"rope_parameters": GROWING | {"mscale": 1.0, "mscale_all_dim": 1.0}}),
+    ],
     "minimax-m2": [Converted("minimax-m2", {})],
     "nemotron": [Converted("nemotron", {})],
     "nemotron_h": [Converted("nemotron-h", {"layers_block_type": ["linear_attention", "mlp", FULL], "head_dim": 12})],
@@ -108,6 +117,9 @@ CONVERTED: dict[str, list[Converted]] = {
     "phi2": [Converted("phi", {})],
     "phi3": [Converted("phi3", {}), Converted("phi3-window", {}), Converted("phi3-long", {})],
     "qwen2moe": [Converted("qwen2-moe", {"mlp_only_layers": []})],
+    "qwen2vl": [Converted("qwen2", {})],
+    "qwen3vl": [Converted("qwen3", {})],
+    "qwen3vlmoe": [Converted("qwen3-moe", {"mlp_only_layers": []})],
     "qwen35": [Converted("qwen3-5", {}), Converted("qwen3-5", {"linear_num_value_heads": 2})],
     "qwen35moe": [Converted("qwen3-5-moe", {})],
     "qwen3moe": [Converted("qwen3-moe", {"mlp_only_layers": []})],
@@ -127,6 +139,7 @@ PERMUTED: tuple[str, ...] = (
     "granitemoe",
     "internlm2",
     "llama",
+    "mistral3",
     "nemotron_h",
     "nemotron_h_moe",
 )
@@ -159,12 +172,16 @@ def save_converted(
     config = json.loads((folder / "config.json").read_text())
     writer = GGUFWriter(path, arch)
     _add_settings(writer, config, arch)
-    if extra is not None:
-        extra(writer)
     names = get_tensor_name_map({name: key for key, name in MODEL_ARCH_NAMES.items()}[arch], _layers(config))
     tensors = dict(load_file(folder / "model.safetensors"))
+    if arch == "apertus":
+        for part in ("alpha_n", "alpha_p", "beta", "eps"):
+            each = [f"model.layers.{index}.mlp.act_fn.{part}" for index in range(_layers(config))]
+            getattr(writer, f"add_xielu_{part}")([float(tensors.pop(name).item()) for name in each])
+    if extra is not None:
+        extra(writer)
     for name, tensor in _stacked(tensors).items():
-        kept = together and name.endswith(("in_proj_qkvz.weight", "kv_b_proj.weight"))
+        kept = (together or arch == "minicpm3") and name.endswith(("in_proj_qkvz.weight", "kv_b_proj.weight"))
         for renamed, changed in [(name, tensor)] if kept else _changed(name, tensor, config, arch):
             known = renamed.startswith("blk.")
             found = renamed if known else names.get_name(renamed, try_suffixes=(".weight", ".bias"))
@@ -179,6 +196,10 @@ def save_converted(
         dims = config["per_layer_config"]["2"]["head_dim"] // 2
         turned = int(dims * rope["full_attention"]["partial_rotary_factor"])
         writer.add_tensor("rope_freqs.weight", np.array([1.0] * turned + [1e30] * (dims - turned), np.float32))
+    if rope.get("rope_type") == "llama3":
+        slowed, _ = ROPE_INIT_FUNCTIONS["llama3"](AutoConfig.from_pretrained(folder))
+        steps = np.arange(0, _head_dim(config), 2) / _head_dim(config)
+        writer.add_tensor("rope_freqs.weight", (rope["rope_theta"] ** -steps / slowed.numpy()).astype(np.float32))
     if rope.get("rope_type") == "longrope":
         for length in ("long", "short"):
             writer.add_tensor(f"rope_factors_{length}.weight", np.array(rope[f"{length}_factor"], np.float32))
@@ -227,7 +248,7 @@ def _add_settings(writer: GGUFWriter, config: dict[str, Any], arch: str) -> None
     writer.add_head_count(_first(config, "num_attention_heads", "n_head"))
     writer.add_head_count_kv(_kv_heads(config))
     writer.add_eos_token_id(2)
-    if config.get("head_dim"):
+    if config.get("head_dim") and arch != "minicpm3":
         writer.add_key_length(config["head_dim"])
         writer.add_value_length(config["head_dim"])
     if (eps := config.get("rms_norm_eps")) is not None:
@@ -238,6 +259,15 @@ def _add_settings(writer: GGUFWriter, config: dict[str, Any], arch: str) -> None
         writer.add_layer_norm_eps(1e-5)
     if arch == "deepseek2":
         _add_latents(writer, config)
+    if arch == "minicpm3":
+        writer.add_q_lora_rank(config["q_lora_rank"])
+        writer.add_kv_lora_rank(config["kv_lora_rank"])
+        writer.add_key_length(config["qk_nope_head_dim"] + config["qk_rope_head_dim"])
+        writer.add_rope_dimension_count(config["qk_rope_head_dim"])
+    if arch in ("qwen2vl", "qwen3vl", "qwen3vlmoe"):
+        writer.add_rope_dimension_sections([24, 20, 20, 0])
+    if arch in ("qwen3vl", "qwen3vlmoe"):
+        writer.add_num_deepstack_layers(3)
     _add_rotary(writer, config, arch)
     _add_windows(writer, config, arch)
     _add_experts(writer, config, arch)
@@ -420,6 +450,13 @@ def _add_rotary(writer: GGUFWriter, config: dict[str, Any], arch: str) -> None:
         writer.add_rope_scaling_type(RopeScalingType.YARN)
         writer.add_rope_scaling_factor(rope["factor"])
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    if arch == "mistral3":
+        writer.add_rope_scaling_type(RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(rope["factor"])
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+        writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
+        if "mscale_all_dim" in rope:
+            writer.add_rope_scaling_yarn_log_mul(rope["mscale_all_dim"])
     if theta is not None:
         writer.add_rope_freq_base(theta)
     if arch == "phi3":

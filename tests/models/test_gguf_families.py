@@ -55,6 +55,7 @@ def test_logits_and_tokens_are_those_of_the_checkpoint(tmp_path: Path, arch: str
 
 
 REFUSED: list[tuple[str, str, Callable[[GGUFWriter], object], str]] = [
+    ("apertus", "apertus", lambda file: file.add_xielu_beta([0.5, 0.5]), r"xielu\.beta .* has no number for each of 3"),
     ("deepseek2", "deepseek-v3", lambda file: file.add_key_length(30), "is not 24, what is kept of a token"),
     ("deepseek2", "deepseek-v3", lambda file: file.add_head_count_kv(6), "attention.head_count_kv of .* is 6, not 1"),
     ("deepseek2", "deepseek-v3", lambda file: file.add_key_length_mla(4), "heads of 4 channels, of which 4 are turned"),

@@ -69,9 +69,12 @@ KNOWS_POSITIONS = "rope.scaling.finetuned"
 """The key of a Granite that says whether attention knows positions. It has no effect elsewhere."""
 KV_HEADS, CHANNELS = "attention.head_count_kv", "feed_forward_length"
 BEFORE_BOTH = ("attn_norm", "post_attention_norm")
+OF_IMAGES = ("n_deepstack_layers", "rope.dimension_sections")
+"""Keys by which images are placed. The three axes of a text's positions are equal."""
 
 
 ARCHITECTURES: dict[str, Architecture] = {
+    "apertus": Architecture("apertus"),
     "arcee": Architecture("arcee", permuted=True),
     "chatglm": Architecture("glm"),
     "cohere2": Architecture("cohere2"),
@@ -80,6 +83,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "dots1": Architecture("dots1"),
     "ernie4_5": Architecture("ernie4_5"),
     "ernie4_5-moe": Architecture("ernie4_5_moe"),
+    "exaone": Architecture("exaone"),
     "exaone4": Architecture("exaone4"),
     # The factors of a Falcon-H1 are in its weights.
     "falcon-h1": Architecture("falcon_h1", required=STATE_SPACE),
@@ -116,7 +120,9 @@ ARCHITECTURES: dict[str, Architecture] = {
     "llama": Architecture("llama", with_experts="mixtral", permuted=True),
     "llama4": Architecture("llama4_text"),
     "mamba2": Architecture("mamba2", required=STATE_SPACE, unread=(CHANNELS,)),
+    "minicpm3": Architecture("minicpm3", latents=True),
     "minimax-m2": Architecture("minimax_m2"),
+    "mistral3": Architecture("ministral3", permuted=True),
     "nemotron": Architecture("nemotron", shifted_norms=True),
     "nemotron_h": Architecture("nemotron_h", permuted=True, required=STATE_SPACE, of_layers=(KV_HEADS, CHANNELS)),
     "nemotron_h_moe": Architecture(
@@ -135,6 +141,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "phi3": Architecture("phi3"),
     "qwen2": Architecture("qwen2"),
     "qwen2moe": Architecture("qwen2_moe"),
+    "qwen2vl": Architecture("qwen2", unread=OF_IMAGES),
     "qwen3": Architecture("qwen3"),
     "qwen35": Architecture("qwen3_5_text", shifted_norms=True, norms=BEFORE_BOTH, tiled=True, required=STATE_SPACE),
     "qwen35moe": Architecture(
@@ -154,6 +161,8 @@ ARCHITECTURES: dict[str, Architecture] = {
         all_experts=True,
         required=STATE_SPACE,
     ),
+    "qwen3vl": Architecture("qwen3", unread=OF_IMAGES),
+    "qwen3vlmoe": Architecture("qwen3_moe", settings={"norm_topk_prob": True}, unread=OF_IMAGES),
     "seed_oss": Architecture("seed_oss", norms=BEFORE_BOTH),
     "smollm3": Architecture("smollm3", permuted=True),
     "stablelm": Architecture("stablelm"),
@@ -230,6 +239,8 @@ READ_OTHERWISE = frozenset(
     }
 )
 """Keys that set no single setting of a family."""
+OF_GROWING_QUERIES = frozenset({"attention.temperature_scale", "rope.scaling.yarn_log_multiplier"})
+"""Keys of a family whose queries grow with their positions."""
 WITHOUT_EFFECT = frozenset({"rope.scaling.finetuned", "tensor_data_layout", "vocab_size"})
 NEUTRAL: dict[str, tuple[object, ...]] = {
     "attention.causal": (True,),

@@ -47,15 +47,16 @@ def latent_family(file: GgufFile, known: Architecture) -> str:
 
 def latent_settings(file: GgufFile, family: str) -> dict[str, Any]:
     """Returns the settings of latents, and those of experts that a file may leave out. Raises ModelError."""
-    turned, value, key = (file.own(name, int) for name in ("rope.dimension_count", *_sizes(file)))
+    value_key, key_key = _sizes(file)
+    turned, key = (file.own(name, int) for name in ("rope.dimension_count", key_key))
+    if key <= turned:
+        raise ModelError(f"{file.path} has heads of {key} channels, of which {turned} are turned")
     found: dict[str, Any] = {
         "q_lora_rank": file.own("attention.q_lora_rank", int, 0) or None,
         "qk_nope_head_dim": key - turned,
         "qk_rope_head_dim": turned,
-        "v_head_dim": value,
+        "v_head_dim": file.own(value_key, int, _channels_of_value(file, key - turned)),
     }
-    if key <= turned:
-        raise ModelError(f"{file.path} has heads of {key} channels, of which {turned} are turned")
     kept = file.own("attention.kv_lora_rank", int) + turned
     if _is_new(file) and file.own("attention.key_length", int) != kept:
         raise ModelError(f"{file.key('attention.key_length')} of {file.path} is not {kept}, what is kept of a token")
@@ -77,6 +78,12 @@ def latent_settings(file: GgufFile, family: str) -> dict[str, Any]:
     if family == "deepseek_v2":
         found["topk_method"] = "group_limited_greedy" if groups > 1 else "greedy"
     return found
+
+
+def _channels_of_value(file: GgufFile, plain: int) -> int:
+    """Returns the channels of a head's value by the tensor that leads to keys and values; 0 if there is none."""
+    both = file.tensors.get("blk.0.attn_kv_b.weight")
+    return 0 if both is None else both.shape[0] // file.own("attention.head_count", int) - plain
 
 
 def latent_scaling(file: GgufFile) -> dict[str, float]:

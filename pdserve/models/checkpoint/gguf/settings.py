@@ -19,6 +19,7 @@ from pdserve.models.checkpoint.gguf.architectures import (
     FEED_FORWARD,
     KNOWS_POSITIONS,
     NEUTRAL,
+    OF_GROWING_QUERIES,
     OF_UNLIKE_HEADS,
     PART_OF_EXPERTS,
     PART_OF_SHARED,
@@ -261,7 +262,8 @@ def _is_known(file: GgufFile, key: str, family: str) -> bool:
     if key == "attention.sliding_window" and "sliding_window" not in names:
         return not 0 < file.own(key, int) < file.own("context_length", int)
     known = architecture_of(file)
-    if (family == "gemma4_text" and key in OF_UNLIKE_HEADS) or key.startswith(known.unread):
+    own = {"gemma4_text": OF_UNLIKE_HEADS, "ministral3": OF_GROWING_QUERIES}.get(family, ())
+    if key in own or key.startswith(known.unread):
         return True
     if known.latents and (key == "rope.scaling.yarn_log_multiplier" or (key in OF_EXPERTS and "n_group" not in names)):
         # Where there are experts without a place for them, their tensors have none either.
@@ -351,7 +353,7 @@ def _rotary(file: GgufFile) -> dict[str, Any]:
             raise ModelError(f"{file.key(f'rope.scaling.{key}')} {found} of {file.path} is not supported")
     parameters: dict[str, Any] = {"rope_theta": file.own("rope.freq_base", float, 10_000.0)}
     if kind == "longrope" and long and short:
-        original = file.own("rope.scaling.original_context_length", int)
+        original = file.own("rope.scaling.original_context_length", int, file.own("context_length", int))
         own = {"short_factor": list(short), "long_factor": list(long), "attention_factor": attention}
         return parameters | own | {"rope_type": kind, "original_max_position_embeddings": original}
     if attention != 1.0:
@@ -371,6 +373,10 @@ def _rotary(file: GgufFile) -> dict[str, Any]:
             parameters[name] = file.metadata.get(file.key(f"rope.scaling.yarn_{name}"))
         if architecture_of(file).latents:
             parameters |= latent_scaling(file)
+        if architecture_of(file).family == "ministral3":
+            parameters["llama_4_scaling_beta"] = file.own("attention.temperature_scale", float, 0.0)
+            if sharper := file.own("rope.scaling.yarn_log_multiplier", float, 0.0):
+                parameters |= {"mscale": 1.0, "mscale_all_dim": sharper}
     return parameters
 
 

@@ -39,9 +39,12 @@ from pdserve.models.checkpoint.gguf.states import MixerTensor, gated_norm, mixer
 from pdserve.models.checkpoint.mapped_file import MappedFile
 from pdserve.models.recipe import ExpertsRecipe, LayerRecipe, MlpBesideExperts, MlpRecipe, ModelRecipe
 from pdserve_kernels.contract import BLOCK_FORMATS, BlockFormat, BlockWeight
+from pdserve_kernels.feed_forward import Activation
 
 OF_POSITIONS = frozenset({ROTARY_DIVISORS, LONG_FACTORS, SHORT_FACTORS})
 """Tensors that are settings, and no weights."""
+XIELU_NUMBERS = ("alpha_p", "alpha_n", "beta", "eps")
+"""The numbers of a learned activation. The first two are vectors of one."""
 AT_ONCE = 2**22
 """The most elements of a large tensor that are dequantised to fp32 at once."""
 
@@ -71,17 +74,22 @@ class GgufTensors:
         self._shifted = _shifted(self._tensors, recipe) if known.shifted_norms else frozenset[str]()
         if known.permuted:
             self._rows |= self._permuted(recipe, settings.head_size())
+        self._single = dict(_learned_activations(file, recipe))
 
     def names(self) -> Iterable[str]:
-        return self._tensors
+        return [*self._tensors, *self._single]
 
     def shape(self, name: str) -> tuple[int, ...]:
         """See ``weights.TensorFiles``."""
+        if name in self._single:
+            return tuple(self._single[name].shape)
         shape = self._tensors[name].shape
         return shape if name not in self._rows else (len(self._rows[name]), *shape[1:])
 
     def nbytes(self, name: str) -> int:
         """See ``weights.TensorFiles``."""
+        if name in self._single:
+            return 0
         stored = self._stored(name, self._tensors[name])
         return stored.nbytes if name not in self._rows else len(self._rows[name]) * stored.shape[1]
 
@@ -105,6 +113,8 @@ class GgufTensors:
 
     def read(self, name: str, rows: slice, columns: slice, dtype: torch.dtype) -> torch.Tensor:
         """See ``weights.TensorFiles``."""
+        if name in self._single:
+            return self._single[name].to(dtype)
         stored = self._stored(name, self._tensors[name])
         order = self._rows.get(name)
         wanted = (np.arange(stored.shape[0]) if order is None else order)[rows]
@@ -118,9 +128,10 @@ class GgufTensors:
         self, name: str, rows: slice, columns: slice, *, turned: bool = False, on_gpu: bool = False
     ) -> BlockWeight | None:
         """See ``weights.TensorFiles``."""
-        tensor, found = self._tensors[name], self._block_format(name)
+        found = self._block_format(name) if name in self._tensors else None
         if found is None or turned:
             return None
+        tensor = self._tensors[name]
         first, end, _ = columns.indices(tensor.shape[1])
         if first % found.elements or end % found.elements:
             return None
@@ -189,6 +200,20 @@ class GgufTensors:
                 orders[rows] = np.arange(rows).reshape(-1, head_dim // 2, 2).swapaxes(1, 2).reshape(-1)
             found[name] = orders[rows]
         return found
+
+
+def _learned_activations(file: GgufFile, recipe: ModelRecipe) -> Iterator[tuple[str, torch.Tensor]]:
+    """Returns the numbers of activations, which are keys of the file and tensors of the recipe. Raises ModelError."""
+    for index, layer in enumerate(recipe.layers):
+        part = layer.feed_forward
+        if not isinstance(part, MlpRecipe) or part.activation is not Activation.XIELU:
+            continue
+        for name in XIELU_NUMBERS:
+            given = file.get(f"xielu.{name}", list)
+            if len(given) != len(recipe.layers) or not all(isinstance(each, float) for each in given):
+                raise ModelError(f"xielu.{name} of {file.path} has no number for each of {len(recipe.layers)} layers")
+            value = torch.tensor([given[index]] if name in XIELU_NUMBERS[:2] else given[index])
+            yield f"{recipe.layer_prefix}{index}.mlp.act_fn.{name}", value
 
 
 def _queries_and_keys(recipe: ModelRecipe) -> Iterator[str]:
