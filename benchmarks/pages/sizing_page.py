@@ -1,6 +1,7 @@
-"""Writes the table of ten models in sizing.md: ``python -m benchmarks.pages.sizing_page``.
+"""Writes the two tables of sizing.md: ``python -m benchmarks.pages.sizing_page``.
 
 The bytes of a token's KV cache are what ``pdserve plan profile`` reckons with: ``cache_geometry`` of a ``config.json``.
+How many contexts a cache with windows holds is counted as an engine divides its memory (``group_blocks``).
 """
 
 from __future__ import annotations
@@ -13,9 +14,13 @@ from pathlib import Path
 from benchmarks.pages.page_part import markdown_table, with_part
 from pdserve.bench.plan.profiling import cache_geometry
 from pdserve.config.bench import PlanProfileConfig
+from pdserve.machine.memory import MIB
 from pdserve.models.checkpoint.config_reading import read_family_config
 from pdserve.models.checkpoint.decoder_config import FamilyConfig
+from pdserve.models.layer_groups import GroupSize, Load, group_blocks, group_sizes
+from pdserve.plan.memory import requests_at_once
 from pdserve.settings import load
+from pdserve.wire.cache_groups import Keep
 
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = DOCS / "sizing.md"
@@ -25,6 +30,11 @@ CONTEXT = 4096
 GPU_BYTES = 0.9 * 80e9
 GBIT_PER_S = (10, 100)
 BF16_BYTES = 2
+WINDOWS_BEGIN = "<!-- written by benchmarks/pages/sizing_page.py: windows -->"
+CACHE_MIB = 16 * 1024
+BLOCK_SIZE = 16
+LOAD = Load(requests=64, step_tokens=2048, context=32_768, asked=32_768)
+"""What the caches of the second table are made for."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +109,31 @@ MODELS = (
 )
 
 
+WINDOWED = (
+    _published(
+        "Gemma-2-9B",
+        *(9.24, "gemma2", 3584, 14336, 42, 16, 8, 256, 256000),
+        sliding_window=4096,
+        max_position_embeddings=LOAD.context,
+    ),
+    _published(
+        "gpt-oss-20b",
+        *(20.9, "gpt_oss", 2880, 2880, 24, 64, 8, 64, 201088),
+        num_local_experts=32,
+        num_experts_per_tok=4,
+        sliding_window=128,
+    ),
+    _published(
+        "Command R7B",
+        *(8.03, "cohere2", 4096, 14336, 32, 32, 8, 128, 256000),
+        sliding_window=4096,
+        sliding_window_pattern=4,
+    ),
+    next(model for model in MODELS if model.name.startswith("Gemma-3-12B")),
+)
+"""Models of which some layers have a window. The context of Gemma 2 is made as long as the others'."""
+
+
 @dataclass(frozen=True)
 class Size:
     """What a model takes in bf16."""
@@ -164,9 +199,35 @@ def table() -> str:
     return markdown_table(head, rows)
 
 
+def contexts_that_fit(model: Published) -> tuple[int, int]:
+    """Returns how many contexts of ``LOAD`` fit into ``CACHE_MIB`` if all layers keep them whole, and with windows."""
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(model.config))
+        config = read_family_config(Path(folder))
+    sizes = group_sizes(config, BF16_BYTES, BLOCK_SIZE)
+    one = [GroupSize(Keep.ALL, sum(size.block_bytes for size in sizes))]
+    whole, windowed = (
+        requests_at_once(groups, group_blocks(groups, BLOCK_SIZE, CACHE_MIB * MIB, LOAD), BLOCK_SIZE, LOAD)
+        for groups in (one, sizes)
+    )
+    return whole, windowed
+
+
+def windows_table() -> str:
+    """Returns the table of models with windows as Markdown."""
+    rows = []
+    for model in WINDOWED:
+        (whole, windowed), config = contexts_that_fit(model), size(model).config
+        windows = [part.window for part in config.recipe.attention if part.window is not None]
+        layers = f"{len(windows)} of {config.num_layers}, {windows[0]:,} tokens"
+        rows.append([model.name, layers, str(whole), str(windowed), f"{windowed / whole:.2f}"])
+    head = ["model", "layers with a window", "contexts if all layers keep them whole", "contexts", "times as many"]
+    return markdown_table(head, rows)
+
+
 def page_with(text: str) -> str:
-    """Returns the page's ``text`` with its table."""
-    return with_part(text, BEGIN, table())
+    """Returns the page's ``text`` with its tables."""
+    return with_part(with_part(text, BEGIN, table()), WINDOWS_BEGIN, windows_table())
 
 
 if __name__ == "__main__":

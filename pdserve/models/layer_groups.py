@@ -186,6 +186,9 @@ LEAST_STATES = 2 * STATES_A_REQUEST
 """Those of one request, and of another that a transfer brings or takes."""
 CACHED_SHARE = 4
 """The prefix cache has one block of a bounded group for so many that requests need, at least."""
+USUAL_WINDOWS = 4
+"""Where memory is short, contexts of so many windows find whole contexts and windows full at the same time. Of shorter
+ones fewer run at once than if all groups had as many blocks, and of longer ones more."""
 CHECKPOINT_SHARE = 4
 """One of so many bytes that hold whole contexts is for states from which other requests can go on."""
 MOST_EMPTY_BLOCKS = 2**18
@@ -241,8 +244,8 @@ class Load:
 def group_blocks(groups: Sequence[GroupSize], block_size: int, nbytes: int, load: Load) -> tuple[int, ...]:
     """Returns how many blocks of each group ``nbytes`` hold. The first group, of whole contexts, gets what is left.
 
-    No window gets more blocks than whole contexts have, and states get at most half, so that a batch which finds too
-    little memory has fewer requests at a time.
+    Windows get no more than contexts of ``USUAL_WINDOWS`` windows each fill, and states get at most half, so that a
+    batch which finds too little memory has fewer requests at a time.
     """
     whole, *bounded = groups
     if not bounded:
@@ -264,9 +267,13 @@ def group_blocks(groups: Sequence[GroupSize], block_size: int, nbytes: int, load
         num_states = max(LEAST_STATES, min(wanted, min(half, left - needed) // state_bytes))
         left -= num_states * state_bytes
     even = max(0, left) // ((whole.block_bytes + window_bytes) or 1)
+    usual = _usual_requests(whole, windows, block_size, max(0, left), load)
     room = (left - asked * whole.block_bytes) // (window_bytes or 1)
     counts = [
-        max(min(_least_window(group, block_size, load), even), min(_wanted_window(group, block_size, load), even, room))
+        max(
+            min(_least_window(group, block_size, load), even),
+            min(_wanted_window(group, block_size, load), int(usual * _of_window(group, block_size, load)), even, room),
+        )
         for group in windows
     ]
     left -= sum(count * group.block_bytes for count, group in zip(counts, windows, strict=True))
@@ -304,6 +311,13 @@ def _blocks(tokens: int, block_size: int) -> int:
 def _of_window(group: GroupSize, block_size: int, load: Load) -> int:
     """Returns the most blocks of a window that one request has between two steps."""
     return min(group.window // block_size + 2, _blocks(load.context, block_size))
+
+
+def _usual_requests(whole: GroupSize, windows: Sequence[GroupSize], block_size: int, nbytes: int, load: Load) -> float:
+    """Returns how many requests ``nbytes`` hold whose contexts have ``USUAL_WINDOWS`` of the longest window."""
+    most = max((group.window for group in windows), default=0)
+    context = _blocks(min(USUAL_WINDOWS * most, load.context), block_size) * whole.block_bytes
+    return nbytes / (context + sum(_of_window(group, block_size, load) * group.block_bytes for group in windows) or 1)
 
 
 def _least_window(group: GroupSize, block_size: int, load: Load) -> int:

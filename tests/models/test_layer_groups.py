@@ -64,8 +64,23 @@ def test_latents_are_kept_once_for_all_heads_and_on_every_rank(tmp_path: Path) -
         assert rank_sizes(config, Dtype.FP32, BLOCK_SIZE, Ranks(ranks)) == (size,)
 
 
-def test_little_memory_is_divided_evenly_and_holds_what_it_held_before() -> None:
-    assert group_blocks([WHOLE, WINDOW], BLOCK_SIZE, 32 * MIB, LOAD) == (256, 255)
+def test_little_memory_is_full_when_contexts_have_four_windows() -> None:
+    """Divided evenly, 256 blocks of each, it would hold no more than if all layers kept whole contexts."""
+    whole, window = group_blocks([WHOLE, WINDOW], BLOCK_SIZE, 32 * MIB, LOAD)
+    assert (whole, window) == (404, 107)
+    usual, of_window = 4 * WINDOW.window // BLOCK_SIZE, WINDOW.window // BLOCK_SIZE + 2
+    assert whole / usual == pytest.approx(window / of_window, rel=0.01)
+
+
+@pytest.mark.parametrize("requests", [8, 64, 256])
+def test_the_places_of_a_batch_take_no_memory_from_longer_contexts(requests: int) -> None:
+    """Five layers of six have a window of 1,024, as those of a Gemma 3: what all places need is more than there is."""
+    groups = [GroupSize(Keep.ALL, MIB), GroupSize(Keep.WINDOW, 5 * MIB, 1024)]
+    nbytes, load = 48_000 * MIB, replace(LOAD, requests=requests)
+    whole, window = group_blocks(groups, BLOCK_SIZE, nbytes, load)
+    even = nbytes // (6 * MIB)
+    assert whole > 2.5 * even
+    assert window // (1024 // BLOCK_SIZE + 2) >= min(requests, 75)
 
 
 def test_a_context_that_is_asked_for_comes_before_the_places_of_a_batch() -> None:
