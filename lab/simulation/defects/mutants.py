@@ -184,6 +184,14 @@ MUTANTS = (
         '""',
     ),
     Mutant(
+        "windows and states of another salt are found",
+        60_002,
+        "pdserve.engine.kv_cache.block_tables.BlockTables",
+        "_hash",
+        "request.terms.prompt.cache_salt",
+        '""',
+    ),
+    Mutant(
         "a block that is not full is found in the prefix cache",
         1,
         "pdserve.engine.kv_cache.block_tables.BlockTables",
