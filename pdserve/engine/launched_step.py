@@ -235,7 +235,7 @@ def launch(runner: StepRunner, plan: BatchPlan, eos_token_ids: Set[int], on_devi
         for work, place in zip(plan.work, places, strict=False)
         if work.drafts
     }
-    drafts = DraftTokens(computed, drafted, eos_token_ids) if drafted else None
+    drafts = DraftTokens(computed, drafted, eos_token_ids, on_device=on_device) if drafted else None
     for request, after in drafts.at_once if drafts is not None else ():
         rows += [SamplingRow.after_unknown(request, number) for number in range(1, len(after) + 1)]
         sources += after

@@ -2,11 +2,12 @@
 
 From the request's own text: where the last tokens of prompt and answer have occurred before, what followed them there
 may follow again: in code that is edited, JSON that is filled in, quotes, lists. The last two tokens are looked up, and
-the latest place where they occur is the *source*. While the answer goes on as the source does, it stays the source,
-however long that is. Each new token says whether the source was right, also where nothing was drafted: so what a draft
-is worth is known before one is paid for. A guess is the better the longer the text that led to it.
+the latest place where they occur is the *source*. Where they never occurred together, the last one alone is looked up.
+While the answer goes on as the source does, it stays the source, however long that is. Each new token says whether the
+source was right, also where nothing was drafted: so what a draft is worth is known before one is paid for. A guess is
+the better the longer the text that led to it.
 
-Reading a token and guessing one take constant time, and an index has less than 200 bytes for each token. All answers
+Reading a token and guessing one take constant time, and an index has less than 300 bytes for each token. All answers
 to one prompt share the index of that.
 
 By the model: its own MTP layers draft tokens, and each new token says which of them were right.
@@ -15,12 +16,12 @@ By the model: its own MTP layers draft tokens, and each new token says which of 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from pdserve.config import SchedulerConfig, Speculate
 
-LEAST_MATCH = 2
-"""So many tokens have to agree with a place for that to be a source."""
+LOOKED_UP = 2
+"""So many of the last tokens are looked up, and one alone where they never occurred together."""
 MOST_COMPARED = 16
 """The tokens before a source are compared so far, to say how long the text is that led to it."""
 READ_AT_ONCE = 4096
@@ -28,9 +29,9 @@ READ_AT_ONCE = 4096
 MOST_INDEXED = 2**15
 """Only the end of a longer prompt is looked up."""
 
-_LONG_MATCHES = (4, 8, 16)
+_LONG_MATCHES = (LOOKED_UP, 4, 8, 16)
 """A guess after a match of about as many tokens is about as good. These begin the next better kinds."""
-FIRST_RATES = (0.4, 0.6, 0.8, 0.9)
+FIRST_RATES = (0.2, 0.4, 0.6, 0.8, 0.9)
 """The share of right guesses that is assumed at first, by the kind of match."""
 
 _FIRST_RATE = 0.7
@@ -84,6 +85,10 @@ class Rates:
         return (self._right[kind] + self._weight * before) / (self._tried[kind] + self._weight)
 
 
+Run: TypeAlias = int | tuple[int, ...]
+"""What is looked up: a token, or a run of several."""
+
+
 def _kind(matched: int) -> int:
     return sum(matched >= least for least in _LONG_MATCHES)
 
@@ -95,18 +100,20 @@ class PromptText:
 
     def __init__(self, num_prompt_tokens: int) -> None:
         self._num_read = max(0, num_prompt_tokens - 1 - MOST_INDEXED)
-        self.last_place: dict[tuple[int, ...], int] = {}
-        """The place behind the latest occurrence of each run of ``LEAST_MATCH`` tokens."""
+        self.last_place: dict[Run, int] = {}
+        """The place behind the latest occurrence of each token, and of each run of ``LOOKED_UP`` tokens."""
 
     def num_unread(self, num_prompt_tokens: int) -> int:
         return num_prompt_tokens - 1 - self._num_read
 
     def read(self, tokens: Sequence[int], count: int) -> None:
         """Reads the next ``count`` tokens of a prompt."""
-        first, end = max(0, self._num_read - LEAST_MATCH + 1), self._num_read + count
+        start, end = self._num_read, self._num_read + count
+        first = max(0, start - LOOKED_UP + 1)
         part = tokens[first:end]
-        runs = zip(*(part[offset:] for offset in range(LEAST_MATCH)), strict=False)
-        self.last_place.update(zip(runs, range(first + LEAST_MATCH, end + 1), strict=False))
+        runs = zip(*(part[offset:] for offset in range(LOOKED_UP)), strict=False)
+        self.last_place.update(zip(runs, range(first + LOOKED_UP, end + 1), strict=False))
+        self.last_place.update(zip(part[start - first :], range(start + 1, end + 1), strict=True))
         self._num_read = end
 
 
@@ -118,8 +125,8 @@ class OwnText:
     def __init__(self, rates: Rates, prompt: PromptText) -> None:
         """``rates`` are those of the engine, by kinds of matches (``FIRST_RATES``)."""
         self._rates, self.prompt = rates.of_request(), prompt
-        self._last_place: dict[tuple[int, ...], int] = {}
-        """As that of the prompt, of runs that end behind it."""
+        self._last_place: dict[Run, int] = {}
+        """As that of the prompt, of what ends behind it."""
         self._num_read = 0
         self._source: int | None = None
         """The place of the token that is guessed to come next; None if there is none."""
@@ -167,19 +174,19 @@ class OwnText:
             self._rates.note(_kind(self.matched), right)
             self._source, self.matched = (self._source + 1, self.matched + 1) if right else (None, 0)
         end = place + 1
-        if end < LEAST_MATCH:
-            return
-        run = tuple(tokens[end - LEAST_MATCH : end])
-        if self._source is None:
+        runs: list[Run] = [tokens[place]] if end < LOOKED_UP else [tuple(tokens[end - LOOKED_UP : end]), tokens[place]]
+        for run in runs if self._source is None else ():
             found = self._last_place.get(run) or self.prompt.last_place.get(run)
             if found is not None:
                 self._source, self.matched = found, _matched(tokens, found, end)
-        self._last_place[run] = end
+                break
+        for run in runs:
+            self._last_place[run] = end
 
 
 def _matched(tokens: Sequence[int], source: int, end: int) -> int:
     """Returns how many tokens before ``source`` and before ``end`` are the same, ``MOST_COMPARED`` at most."""
-    count = LEAST_MATCH
+    count = 1
     while count < min(MOST_COMPARED, source) and tokens[source - 1 - count] == tokens[end - 1 - count]:
         count += 1
     return count
