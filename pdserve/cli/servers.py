@@ -14,7 +14,7 @@ import socket
 from collections.abc import Mapping, Sequence
 from functools import partial
 
-from pdserve.config import HttpConfig, NodeConfig, ProxyConfig
+from pdserve.config import HttpConfig, NodeConfig, ProxyConfig, SchedulerConfig, Speculate
 from pdserve.errors import ConfigError
 from pdserve.process import loading_libraries, set_up_logging
 from pdserve.settings import cache_folder, load, resolve_secret, state_folder
@@ -62,7 +62,7 @@ def run_node(role: Role, argv: Sequence[str], environ: Mapping[str, str]) -> int
     # Neither a mistake above nor a proxy needs these, which read models.
     with loading_libraries():
         from pdserve.cli.start_checks import check_node
-        from pdserve.hub.finding import FoundModel, known_model
+        from pdserve.hub.finding import FoundModel, known_model, with_found_draft_model
 
     set_up_logging(config.log, "api", node=config.discovery.name)
     cache_dir = cache_folder(environ)
@@ -78,7 +78,10 @@ def run_node(role: Role, argv: Sequence[str], environ: Mapping[str, str]) -> int
         log.info("model %s, revision %s", found.name, found.commit)
     check_node(config, found.path)
     name = config.model.served_model_name or found.name
-    config = dataclasses.replace(config, model=dataclasses.replace(config.model, served_model_name=name))
+    scheduler = with_found_draft_model(config.scheduler, config.model, environ)
+    config = dataclasses.replace(
+        config, model=dataclasses.replace(config.model, served_model_name=name), scheduler=scheduler
+    )
 
     with loading_libraries():
         from pdserve.api.node.server import serve
@@ -89,10 +92,18 @@ def run_node(role: Role, argv: Sequence[str], environ: Mapping[str, str]) -> int
 def _check(role: Role, config: NodeConfig) -> None:
     if role is Role.PREFILL and not config.discovery.proxies:
         raise ConfigError("--proxy is needed: a prefill node works for the decode nodes of a proxy, as tcp://host:port")
+    check_draft_model(config.scheduler)
     allowed = os.sched_getaffinity(0)
     missing = sorted(set(config.cpu.cores) - allowed)
     if missing:
         raise ConfigError(f"--cores: {missing} are not among the cores of this process, {sorted(allowed)}")
+
+
+def check_draft_model(scheduler: SchedulerConfig) -> None:
+    """Raises ConfigError if a draft model is named that the other settings do not use."""
+    mode = scheduler.speculation
+    if scheduler.draft_model and mode not in (Speculate.AUTO, Speculate.OFF):
+        raise ConfigError(f"--draft-model drafts with --speculation auto alone, which is {mode.value}")
 
 
 def _binds(config: NodeConfig) -> list[str]:

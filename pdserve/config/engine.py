@@ -192,11 +192,23 @@ class SchedulerConfig:
     draft_tokens: int = setting(
         "draft-tokens", "A step checks at most this many drafts of one request.", 7, minimum=1, maximum=32
     )
+    draft_model: str = setting(
+        "draft-model",
+        "With --speculation auto, this smaller model guesses tokens, in place of MTP layers. It has the tokeniser of "
+        "the model, keeps whole contexts, and is named as --model is.",
+        "",
+        metavar="MODEL",
+    )
 
     @property
     def speculates(self) -> Speculate:
         """What guesses tokens. In a static batch, which is a baseline of benchmarks, nothing does."""
         return Speculate.OFF if self.batching is Batching.STATIC else self.speculation
+
+    @property
+    def used_draft_model(self) -> str:
+        """The ``draft_model``, if it is used."""
+        return self.draft_model if self.speculates is Speculate.AUTO else ""
 
     @property
     def most_rows(self) -> int:

@@ -25,12 +25,13 @@ from pdserve.engine.launched_step import DraftRunner, StepRunner
 from pdserve.engine.placement.latency_targets import LatencyTargets
 from pdserve.engine.placement.placement import Placement
 from pdserve.engine.placement.step_cost import StepCost
-from pdserve.engine.runner_loading import kept_block_kernels, load_runner, rank_backend
+from pdserve.engine.runner_loading import kept_block_kernels, load_draft_model, load_runner, rank_backend
 from pdserve.engine.sampling.grammar_opener import GrammarOpener
 from pdserve.engine.sampling.pending_tokens import DeviceTokens
 from pdserve.engine.sampling.sampling_row import SamplingRow
 from pdserve.engine.scheduling.output_collector import TimelineRecorder
 from pdserve.engine.scheduling.request_limits import PromptRule, StopRule
+from pdserve.engine.speculation.draft_model import READ_AT_ONCE
 from pdserve.engine.speculation.guesses import by_model
 from pdserve.engine.step_loop import StepLoop
 from pdserve.engine.tp.tp_ranks import Ranks
@@ -139,13 +140,20 @@ def assemble(
     if ranks is not None:
         ranks.wait_for(Loaded)
         runner = TpRunner(own, ranks, tp)
+    draft_model = None
+    if config.scheduler.used_draft_model:
+        draft_model = load_draft_model(config, decoder, max_model_len, backend, _LoadingStage(progress).tell)
     forget_gguf()
     progress("warming up")
     tokens = warm_up_tokens(config.scheduler.max_num_batched_tokens, max_model_len, device)
     warm_up(runner, tokens, block_size, groups[1:], runner if drafts else None)
+    if draft_model is not None:
+        warm_up(draft_model.runner, min(tokens, READ_AT_ONCE, draft_model.max_positions - 1), block_size)
     if backend.graph_kernels is not None and config.model.cuda_graphs is Switch.ON:
         progress("recording decode steps")
         runner.capture_decode(backend.graph_kernels, config.scheduler.most_rows, CudaGraphs())
+        if draft_model is not None:
+            draft_model.runner.capture_decode(backend.graph_kernels, config.scheduler.max_num_seqs, CudaGraphs())
     if device.type == "cuda":
         warm_up_sampling(decoder.vocab_size, config.scheduler.most_rows, device)
     if isinstance(runner, TpRunner):
@@ -191,6 +199,7 @@ def assemble(
         prompts=prompts,
         ahead_runner=own if overlaps(config, device) and not own.cache.states else None,
         drafter=runner if drafts else None,
+        draft_model=draft_model,
         placement=placement,
         renew=secrets.renew,
         grammars=grammars,

@@ -5,20 +5,26 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import torch
 
 from pdserve.compiled_library import BuildError
-from pdserve.config import CpuKernels, EngineConfig
+from pdserve.config import CpuKernels, EngineConfig, KvCacheDtype
+from pdserve.engine.kv_cache.cache_size import draft_blocks
+from pdserve.engine.speculation.draft_model import DraftModel
 from pdserve.errors import ConfigError
 from pdserve.models.backend import Backend, choose_device, open_backend
+from pdserve.models.checkpoint.cached_tokenizer import read_tokenizer
+from pdserve.models.checkpoint.config_reading import read_decoder_config
 from pdserve.models.checkpoint.decoder_config import DecoderConfig, FallbackConfig
 from pdserve.models.checkpoint.weight_file import SMALLEST, kept_weights, weights_name
 from pdserve.models.checkpoint.weights import stays_in_blocks
+from pdserve.models.layer_groups import layer_groups
 from pdserve.models.runner import ModelRunner
-from pdserve.models.tp.shares import TpGroup
+from pdserve.models.tp.shares import ALONE, TpGroup
 from pdserve_kernels.contract import BlockKernels, Kernels
 from pdserve_kernels.cpu.compiled_kernels import CompiledKernels
 from pdserve_kernels.cpu.torch_kernels import TorchKernels
@@ -83,6 +89,51 @@ def load_runner(
             bounded=counts[1:],
             drafts=drafts,
             kv_dtype=config.cache.kv_cache_dtype,
+        )
+
+
+def load_draft_model(
+    config: EngineConfig,
+    decoder: DecoderConfig,
+    max_model_len: int,
+    backend: Backend,
+    progress: Callable[[float], None] = lambda share: None,
+) -> DraftModel:
+    """Loads the model of ``--draft-model`` whole on rank 0's device.
+
+    ``decoder`` and ``max_model_len`` are those of the model that it drafts for. Raises ModelError if the files do not
+    hold a model, and ConfigError if it cannot draft for that one.
+    """
+    named = config.scheduler.used_draft_model
+    path = Path(named)
+    own = read_decoder_config(path)
+    if len(layer_groups(own).groups) > 1:
+        raise ConfigError(f"--draft-model {named}: a model with windows or recurrent states cannot draft for others")
+    check_same_vocabulary(path, Path(config.model_dir), Path(config.cache_dir))
+    cache = replace(config.cache, kv_cache_dtype=KvCacheDtype.AUTO)
+    config = replace(config, model_dir=named, cache=cache)
+    blocks, longest = draft_blocks(config.cache.block_size), min(max_model_len, own.max_positions)
+    kernels = kept_block_kernels(config, backend)
+    runner = load_runner(config, own, [blocks], longest, ALONE, backend, None, kernels, progress)
+    return DraftModel(runner, config.cache.block_size, blocks, longest, decoder.vocab_size)
+
+
+def check_same_vocabulary(draft: Path, model: Path, cache_dir: Path) -> None:
+    """Raises ConfigError unless a model's draft model has its tokens, apart from added ones. Raises ModelError."""
+    # Who has no draft model waits for no library of tokenisers.
+    from tokenizers import Tokenizer
+
+    own, wanted = (
+        Tokenizer.from_str(read_tokenizer(path, cache_dir).backend).get_vocab(with_added_tokens=False)
+        for path in (draft, model)
+    )
+    differing = own.items() ^ wanted.items()
+    if differing:
+        token, number = min(differing, key=lambda item: item[1])
+        holder, other = (draft, model) if own.get(token) == number else (model, draft)
+        raise ConfigError(
+            f"--draft-model {draft}: the tokeniser is another one than that of {model}: token {number} is {token!r} in "
+            f"{holder.name}, and not in {other.name}. A draft model needs the tokeniser of the model"
         )
 
 

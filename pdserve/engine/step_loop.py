@@ -45,6 +45,7 @@ from pdserve.engine.scheduling.batch_plan import BatchPlan
 from pdserve.engine.scheduling.output_collector import OutputCollector, TimelineRecorder
 from pdserve.engine.scheduling.request_limits import PromptRule, StopRule
 from pdserve.engine.scheduling.scheduler import Scheduler
+from pdserve.engine.speculation.draft_model import DraftModel
 from pdserve.errors import EngineError
 from pdserve.liveness import SHOWN_EVERY_MS, LifeSign, unseen_sign
 from pdserve.machine.memory import REST_S
@@ -178,6 +179,7 @@ class StepLoop:
         placement: Placement,
         ahead_runner: AheadRunner | None = None,
         drafter: DraftRunner | None = None,
+        draft_model: DraftModel | None = None,
         renew: Callable[[bytes], None] = lambda _: None,
         grammars: GrammarOpener,
         cores: Cores | None = None,
@@ -189,7 +191,7 @@ class StepLoop:
         """``ahead_runner`` is ``runner`` if decode steps are to be launched before the tokens of the last are known.
 
         Everything else that writes to the KV cache then has to do it behind the steps that were launched before.
-        ``drafter`` is the runner if the model drafts tokens after its steps.
+        ``drafter`` is the runner if the model drafts tokens after its steps, and ``draft_model`` what does it instead.
         ``give_back`` gives free memory back. It is called once when nothing was to be done for a while.
         ``renew`` takes a new cluster secret. Without a ``recorder`` no timelines are noted. ``life`` is where the loop
         shows life, and ``ranks_s`` how long another rank may keep it waiting.
@@ -201,7 +203,7 @@ class StepLoop:
         if ahead_runner is not None and blocks.keeps_states:
             # A token that turns out to be refused would be in the state already.
             raise EngineError("steps of a model that keeps states cannot be launched ahead of their tokens")
-        self._drafter = drafter
+        self._drafter, self._draft_model = drafter, draft_model
         self._blocks = blocks
         self._connector = connector
         self._collector = OutputCollector()
@@ -215,7 +217,7 @@ class StepLoop:
             placement,
             grammars.open,
             recorder,
-            model_drafts=drafter is not None,
+            model_drafts=drafter is not None or draft_model is not None,
         )
         self._grammars = grammars
         self._cores = OwnCores() if cores is None else cores
@@ -434,6 +436,8 @@ class StepLoop:
             self._scheduler.finish(request, FinishReason.ERROR, NOT_FINITE)
         if self._drafter is not None:
             self._draft(step, self._drafter, tables)
+        elif self._draft_model is not None:
+            self._draft_beside(step, self._draft_model)
         self._connector.stepped(self._scheduler, step.plan, now)
         for wanted in self._scheduler.move_wanted(now, self._placement.step_cost.decode_step_s):
             self._api.send(wanted)
@@ -443,10 +447,8 @@ class StepLoop:
 
         Blocks are passed on only then. The tokens leave before.
         """
-        self._send_output()
         speculation, began = self._scheduler.speculation, time.monotonic()
-        going = [work.request for work in step.plan.work if work.request.num_uncomputed_tokens == 1]
-        wanting, count = speculation.wanted([request for request in going if decodes_on(request)])
+        wanting, count = self._wanted_drafts(step)
         rows = known_rows(step, set(wanting), tables)
         if not rows:
             return
@@ -456,6 +458,24 @@ class StepLoop:
             speculation.put(request, drafted)
         if not step.plan.num_prompt_tokens:
             speculation.drafted_for(count, time.monotonic() - began)
+
+    def _draft_beside(self, step: LaunchedStep, model: DraftModel) -> None:
+        """Has the smaller model draft what may follow a step's tokens."""
+        speculation, began = self._scheduler.speculation, time.monotonic()
+        wanting, count = self._wanted_drafts(step)
+        if wanting:
+            self._life.show(self._watch.expected_s(step.plan, drafting=True))
+        drafts = model.draft(wanting, count)
+        for request, drafted in zip(wanting, drafts, strict=True):
+            speculation.put(request, drafted)
+        if wanting and not model.read_much:
+            speculation.drafted_for(count, time.monotonic() - began)
+
+    def _wanted_drafts(self, step: LaunchedStep) -> tuple[list[Request], int]:
+        """Sends a step's tokens, and returns the requests of which drafts are wanted now, and how many of each."""
+        self._send_output()
+        going = [work.request for work in step.plan.work if work.request.num_uncomputed_tokens == 1]
+        return self._scheduler.speculation.wanted([request for request in going if decodes_on(request)])
 
     # ------------------------------------------------------------ output
 

@@ -6,12 +6,12 @@ import asyncio
 import os
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
 
-from pdserve.config import FetchConfig, ModelConfig, Switch
+from pdserve.config import FetchConfig, ModelConfig, SchedulerConfig, Switch
 from pdserve.errors import HubError, ModelError
 from pdserve.hub.cache import CachedRepository, cache_of, cached_model, is_complete, repositories, repository_of
 from pdserve.hub.download import DownloadEnded, DownloadFailed, DownloadOrder, Message, shown_progress
@@ -59,6 +59,19 @@ def find_model(model: ModelConfig | FetchConfig, environ: Mapping[str, str]) -> 
         return known
     with shown_progress(str(known.name), sys.stderr) as tell:
         return asyncio.run(fetched_model(known, environ, tell))
+
+
+def with_found_draft_model(
+    scheduler: SchedulerConfig, model: ModelConfig, environ: Mapping[str, str]
+) -> SchedulerConfig:
+    """Returns the settings with the path of the draft model that they mean, which is fetched if need be.
+
+    Raises ModelError and HubError.
+    """
+    if not scheduler.used_draft_model:
+        return scheduler
+    found = find_model(replace(model, path=scheduler.used_draft_model), environ)
+    return replace(scheduler, draft_model=str(found.path))
 
 
 def known_model(

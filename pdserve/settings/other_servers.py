@@ -45,8 +45,10 @@ _REQUEST_SAYS = Refused("each request says how its tokens are chosen; 'pdserve c
 _QUANTISED = Refused("quantised weights are taken from a .gguf file: give it with --model")
 _RANKS_ONLY = Refused("start more nodes at the proxy, or split a model with --tensor-parallel-size")
 _NO_LORA = Refused("pdserve has no LoRA adapters; merge the adapter into the model")
-_SPECULATION = Refused("--speculation says what guesses tokens (auto, ngram, mtp or off), and --draft-tokens how many")
-_NO_DRAFT_MODEL = Refused("no other model drafts; --speculation guesses from the text, or with the model's own layers")
+_SPECULATION = Refused(
+    "--speculation says what guesses tokens (auto, ngram, mtp or off), --draft-tokens how many, "
+    "and --draft-model which other model"
+)
 _BY_SUBCOMMAND = Refused("'pdserve prefill' and 'pdserve decode' are the two sides; --proxy brings them together")
 _BY_REQUEST = Refused("requests have a seed, and an answer without one gets its own")
 
@@ -196,8 +198,8 @@ MEANINGS: Mapping[str, Understood | Always | Refused] = {
     "speculative-algorithm": _SPECULATION,
     "speculative-num-draft-tokens": Understood("draft-tokens"),
     "draft-max": Understood("draft-tokens"),
-    "model-draft": _NO_DRAFT_MODEL,
-    "speculative-draft-model-path": _NO_DRAFT_MODEL,
+    "model-draft": Understood("draft-model"),
+    "speculative-draft-model-path": Understood("draft-model"),
     "seed": _BY_REQUEST,
     "random-seed": _BY_REQUEST,
     "kv-transfer-config": _BY_SUBCOMMAND,

@@ -26,6 +26,7 @@ from pdserve.engine.placement.placement import Placement
 from pdserve.engine.sampling.grammar_matcher import GrammarMatcher
 from pdserve.engine.sampling.grammar_opener import GrammarOpener
 from pdserve.engine.scheduling.request_limits import PromptRule, StopRule
+from pdserve.engine.speculation.draft_model import DraftModel
 from pdserve.engine.step_loop import NOT_FINITE, StepLoop
 from pdserve.models.checkpoint.config_reading import read_decoder_config
 from pdserve.models.layer_groups import layer_groups
@@ -222,10 +223,11 @@ def engine(
     give_back: Callable[[], object] | None = None,
     scheduler: SchedulerConfig = SMALL_STEPS,
     drafts: bool = False,
+    draft_model: DraftModel | None = None,
 ) -> Iterator[Client]:
     """Runs a mixed node's engine, or one with the connector of ``connect``, on the CPU or with an ``own_runner``.
 
-    ``drafts`` has the model draft tokens after its steps.
+    ``drafts`` has the model draft tokens after its steps, and ``draft_model`` does it instead.
     """
     config = read_decoder_config(folder)
     bounded = [num_blocks] * (len(layer_groups(config).groups) - 1)
@@ -253,6 +255,7 @@ def engine(
             placement=placement or make_placement(BLOCK_SIZE),
             ahead_runner=runner if overlap and not runner.cache.states else None,
             drafter=runner if drafts else None,
+            draft_model=draft_model,
             grammars=GrammarOpener(lambda: tiny_vocabulary(folder), wake_up.set),
             give_back=give_back,
         )

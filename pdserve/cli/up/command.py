@@ -26,7 +26,7 @@ from pdserve.cli.up.output import Console, server_logs
 from pdserve.compiled_library import Compiling
 from pdserve.config import HttpConfig, LogLevel, NodeConfig, ProxyConfig, Switch, UpConfig
 from pdserve.http.tls import trusting_only
-from pdserve.hub.finding import find_model
+from pdserve.hub.finding import find_model, with_found_draft_model
 from pdserve.machine.core_ledger import private_ledger
 from pdserve.machine.core_share import cores_within, cpu_quota
 from pdserve.machine.memory import MIB, available_memory
@@ -61,6 +61,7 @@ def run(argv: Sequence[str], environ: Mapping[str, str], *, prog: str = "pdserve
         found = find_model(config.model, environ)
         name = config.model.served_model_name or found.name
         config = replace(config, model=replace(config.model, path=str(found.path), served_model_name=name))
+        config = replace(config, scheduler=with_found_draft_model(config.scheduler, config.model, environ))
         config = _fitted(config, node, found.path)
         inherited = child_environ(config, environ, secret, file, ledger)
         access = _Access(api_key(inherited), proxy_tls(inherited), status_is_shown(inherited, config.http))

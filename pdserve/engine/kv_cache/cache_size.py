@@ -16,14 +16,16 @@ import torch
 
 from pdserve.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from pdserve.engine.sampling.sampling_row import sampling_bytes
+from pdserve.engine.speculation.draft_model import READ_AT_ONCE
 from pdserve.engine.speculation.guesses import by_model
 from pdserve.errors import ConfigError
 from pdserve.machine.memory import MIB, available_memory
+from pdserve.models.checkpoint.config_reading import read_decoder_config
 from pdserve.models.checkpoint.decoder_config import DecoderConfig, FallbackConfig, FamilyConfig
 from pdserve.models.checkpoint.weight_form import gpu_weight_bytes, model_size_of, weight_bytes
 from pdserve.models.latent_plan import expanded_bytes
 from pdserve.models.layer_groups import GroupSize, Load, group_blocks
-from pdserve.models.rank_cache import TORCH_DTYPES
+from pdserve.models.rank_cache import TORCH_DTYPES, rank_sizes
 from pdserve.models.recipe import (
     AttentionRecipe,
     FeedForwardRecipe,
@@ -35,6 +37,7 @@ from pdserve.models.recipe import (
 from pdserve.models.runner import SCORED_LOGITS
 from pdserve.models.sizes import (
     GPU_ONLY,
+    MOST_PLACES,
     cpu_cache,
     cpu_scheduler,
     fitting_context,
@@ -52,6 +55,8 @@ LIBRARY_BYTES = 2**30
 """What libraries, compiled kernels, nodes of recorded steps and the numbers of a packed weight take that are written
 down for a product, and what torch's allocator cannot use."""
 
+DRAFT_CACHE_TOKENS = 2**14
+"""The cache of a draft model holds so many tokens, of all requests together."""
 SCORING_BYTES_PER_LOGIT = 32
 """What is computed of logits of a prompt's tokens takes at most this."""
 
@@ -100,6 +105,28 @@ def step_bytes(decoder: DecoderConfig, dtype: torch.dtype, ranks: int, tokens: i
     """
     logits = logits_bytes(rows, decoder.vocab_size, dtype, ranks)
     return tokens * _token_bytes(decoder, dtype, ranks) + logits + rows * decoder.vocab_size * _FP32_BYTES
+
+
+def draft_blocks(block_size: int) -> int:
+    """Returns how many blocks of that many tokens the cache of a draft model has."""
+    return -(-DRAFT_CACHE_TOKENS // block_size)
+
+
+def draft_model_bytes(config: EngineConfig, device: torch.device) -> int:
+    """Returns the bytes of rank 0's draft model: weights, cache, and on a GPU what a step of it takes. 0 without one.
+
+    Raises ModelError if its files cannot be read.
+    """
+    if not config.scheduler.used_draft_model:
+        return 0
+    path, block_size = Path(config.scheduler.used_draft_model), config.cache.block_size
+    decoder = read_decoder_config(path)
+    cache = draft_blocks(block_size) * rank_sizes(decoder, config.model.dtype, block_size)[0].block_bytes
+    if device.type != "cuda":
+        return cache + weight_bytes(path, config.model, config.cpu.kernels)
+    rows = config.scheduler.max_num_seqs or MOST_PLACES
+    step = step_bytes(decoder, TORCH_DTYPES[config.model.dtype], 1, READ_AT_ONCE + rows, rows)
+    return cache + gpu_weight_bytes(path, config.model) + step
 
 
 def draft_bytes(decoder: DecoderConfig, dtype: torch.dtype, tokens: int) -> int:
@@ -219,7 +246,7 @@ def block_counts(
     """
     dtype, scheduler = TORCH_DTYPES[config.model.dtype], config.scheduler
     of_tokens = sum(group.block_bytes for group in groups if group.keep is not Keep.LATEST)
-    workspace = workspace_bytes(decoder, scheduler, dtype, ranks, of_tokens)
+    workspace = workspace_bytes(decoder, scheduler, dtype, ranks, of_tokens) + draft_model_bytes(config, device)
     nbytes = cache_bytes(config.cache, ranks, device, Path(config.model_dir), config.model, workspace)
     asked = config.model.max_model_len
     context = asked or decoder.max_positions
@@ -266,7 +293,7 @@ def with_sizes(
     if device.type == "cuda":
         return _for_gpu(config, decoder, groups, ranks, device)
     model = model_size_of(
-        weight_bytes(Path(config.model_dir), config.model, config.cpu.kernels),
+        weight_bytes(Path(config.model_dir), config.model, config.cpu.kernels) + draft_model_bytes(config, device),
         [replace(group, block_bytes=group.block_bytes * ranks) for group in groups],
         config.cache.block_size,
         decoder.max_positions,
@@ -287,7 +314,7 @@ def _for_gpu(
 ) -> EngineConfig:
     share = gpu_share(config.cache)
     free, total = torch.cuda.mem_get_info(device)
-    weights = gpu_weight_bytes(Path(config.model_dir), config.model) // ranks
+    weights = gpu_weight_bytes(Path(config.model_dir), config.model) // ranks + draft_model_bytes(config, device)
     given = config.cache.kv_cache_mib * MIB // ranks
     of_tokens = sum(group.block_bytes for group in groups if group.keep is not Keep.LATEST)
     of_states = sum(group.block_bytes for group in groups if group.keep is Keep.LATEST)

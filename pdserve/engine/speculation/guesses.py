@@ -10,7 +10,8 @@ the better the longer the text that led to it.
 Reading a token and guessing one take constant time, and an index has less than 300 bytes for each token. All answers
 to one prompt share the index of that.
 
-By the model: its own MTP layers draft tokens, and each new token says which of them were right.
+By a model: the model's own MTP layers draft tokens, or a smaller model does, and each new token says which of them were
+right.
 """
 
 from __future__ import annotations
@@ -193,11 +194,12 @@ def _matched(tokens: Sequence[int], source: int, end: int) -> int:
 
 
 def by_model(config: SchedulerConfig, has_layer: bool) -> bool:
-    """Returns whether an engine has the model draft tokens, which may have the layer for it or not.
+    """Returns whether an engine has the model's own layer draft tokens, which may have one or not.
 
     Where the layer is asked for, and the files have none, the model is not loaded.
     """
-    return config.speculates is Speculate.MTP or (config.speculates is Speculate.AUTO and has_layer)
+    chosen = config.speculates is Speculate.AUTO and has_layer and not config.used_draft_model
+    return config.speculates is Speculate.MTP or chosen
 
 
 def first_rates(most_drafts: int) -> tuple[float, ...]:

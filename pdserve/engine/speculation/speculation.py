@@ -4,8 +4,9 @@ A draft is a further row of its step: it takes the time of a row, and gives a to
 right. So drafts are added, the likeliest first, as long as each of them makes the step give more tokens in a second,
 by what rows were measured to cost, and within the ITL target. A step that is bound by what it computes drafts nothing.
 
-Drafts come from the request's own text or from the model's MTP layers (``guesses``), which draft after each step, one
-token after another. How many of these are made is decided in the same way, by what they were measured to cost.
+Drafts come from the request's own text or from a model, its own MTP layers or a smaller one (``guesses``), which drafts
+after each step, one token after another. How many of these are made is decided in the same way, by what they were
+measured to cost.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ class Speculation:
         *,
         by_model: bool,
     ) -> None:
-        """``by_model`` says whether the model makes drafts of its own."""
+        """``by_model`` says whether the model or a smaller one makes drafts."""
         self._most_drafts, self._most_rows = config.draft_tokens, config.most_rows
         self._by_text = config.speculates in (Speculate.AUTO, Speculate.NGRAM)
         self._by_model = by_model
