@@ -18,7 +18,6 @@ from pdserve.models.families.deepseek import (
     SarvamMlaSettings,
     YoutuSettings,
 )
-from pdserve.models.families.ernie import ErnieMoeSettings, ErnieSettings
 from pdserve.models.families.exaone import Exaone4Settings, ExaoneSettings
 from pdserve.models.families.gemma import (
     Gemma2Settings,
@@ -56,6 +55,8 @@ from pdserve.models.families.llama import (
     ApertusSettings,
     ArceeSettings,
     CwmSettings,
+    ErnieMoeSettings,
+    ErnieSettings,
     GraniteMoeSettings,
     GraniteMoeSharedSettings,
     GraniteSettings,
