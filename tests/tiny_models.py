@@ -27,6 +27,8 @@ from transformers import (
 )
 
 VOCAB_SIZE = 512
+NEAR_TIE = 1e-3
+"""Two logits that differ by less of the largest one count as equal; comparisons of logits allow a fifth of it."""
 SHAPE: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 60,
@@ -168,8 +170,19 @@ def save_tiny_model(family: str, folder: Path, **shape: int) -> Path:
     for name, parameter in model.named_parameters():
         if "norm" in name or name.endswith("bias"):
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
+    if config.model_type in ("gemma3", "gemma3_text"):
+        shrink_embeddings(model)
     model.save_pretrained(folder)
     return folder
+
+
+def shrink_embeddings(model: PreTrainedModel) -> None:
+    """Has what the layers add count beside the token that is read.
+
+    Otherwise a model whose head is its embedding says the token that it reads again and again.
+    """
+    embeddings: Any = model.get_input_embeddings()
+    embeddings.weight.data *= 0.25
 
 
 def reference_logits(folder: Path, token_ids: Sequence[int]) -> torch.Tensor:
@@ -191,8 +204,24 @@ class Reference:
         auto: Any = AutoModelForCausalLM
         self._model: Any = auto.from_pretrained(folder, dtype=torch.float32)
 
-    @torch.inference_mode()
     def answer(self, prompt: Sequence[int]) -> list[int]:
+        return self._answer(prompt)[0]
+
+    def clear_answers(self, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
+        """Returns each answer up to the first token that is hardly likelier than another: rounding may choose there.
+
+        A third of the tokens are before such ones.
+        """
+        answers = []
+        for prompt in prompts:
+            tokens, margins = self._answer(prompt)
+            answers.append(tokens[: next((at for at, margin in enumerate(margins) if margin < NEAR_TIE), len(tokens))])
+        assert sum(map(len, answers)) >= self._new_tokens * len(prompts) / 3
+        return answers
+
+    @torch.inference_mode()
+    def _answer(self, prompt: Sequence[int]) -> tuple[list[int], list[float]]:
+        """Returns the tokens, and by how much of the largest logit each is likelier than the second one."""
         ids = torch.tensor([list(prompt)])
         out = self._model.generate(
             ids,
@@ -201,9 +230,14 @@ class Reference:
             do_sample=False,
             eos_token_id=-1,
             pad_token_id=2,
+            return_dict_in_generate=True,
+            output_logits=True,
         )
-        answer: list[int] = out[0, len(prompt) :].tolist()
-        return answer
+        logits = torch.cat(out.logits)
+        best, second = logits.topk(2).values.T
+        margins: list[float] = ((best - second) / logits.abs().amax(1)).tolist()
+        tokens: list[int] = out.sequences[0, len(prompt) :].tolist()
+        return tokens, margins
 
 
 def _reference(folder: Path) -> PreTrainedModel:

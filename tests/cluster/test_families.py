@@ -17,9 +17,10 @@ from tests.cluster.nodes import Node, cluster, http, start_node
 from tests.cluster.test_group_return import MANY, Stream
 from tests.eventually import eventually
 from tests.faults.test_node_death import kill
+from tests.models import tiny_families
 from tests.models.converted_gguf import save_converted
-from tests.models.tiny_families import save_tiny_chat_family
-from tests.tiny_models import Reference, random_prompt
+from tests.models.tiny_families import case_of_each_family, save_case
+from tests.tiny_models import Reference, add_chat_tokenizer, random_prompt
 
 FEW = 8
 PROMPTS = [random_prompt(length, seed=length) for length in (5, 37, 100)]
@@ -49,6 +50,8 @@ beside it and alone; layers of one part."""
 
 FILES = {"qwen3-5": "qwen35"}
 """The cases that are served from a GGUF file, and its architecture: value heads are in another order there."""
+SERVED = {tiny_families.CASES[case][0] for case in (*CASES, *FILES)}
+EVERY = (*CASES, *FILES, *(case for family, case in sorted(case_of_each_family().items()) if family not in SERVED))
 
 
 def add_tokenizer(writer: GGUFWriter) -> None:
@@ -63,11 +66,11 @@ def add_tokenizer(writer: GGUFWriter) -> None:
         writer.add_array(key, values)
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, marks=pytest.mark.nightly) for case in (*CASES, *FILES)])
+@pytest.mark.parametrize("case", [pytest.param(case, marks=pytest.mark.nightly) for case in EVERY])
 def test_unlike_ranks_and_a_lost_node_give_the_tokens_of_transformers(
     demo_model: Path, tmp_path: Path, case: str
 ) -> None:
-    model = save_tiny_chat_family(demo_model, case, tmp_path)
+    model = add_chat_tokenizer(demo_model, save_case(case, tmp_path))
     reference = Reference(model, MANY)
     wanted = [reference.answer(prompt) for prompt in PROMPTS]
     if case in FILES:

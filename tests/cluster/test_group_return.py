@@ -144,7 +144,10 @@ def a_node_that_drains_passes_its_answer_on(running: Cluster) -> None:
         "qwen3-next",
         *(
             pytest.param(case, marks=pytest.mark.nightly)
-            for case in ("gemma4-shared", "gpt-oss", "lfm2-moe", "llama4", "nemotron-h")
+            for case in (
+                *("cohere2", "gemma4-shared", "gpt-oss", "llama4"),
+                *("falcon-h1", "granitemoehybrid", "jamba", "lfm2-moe", "mamba2", "nemotron-h", "qwen3-5"),
+            )
         ),
     ],
 )

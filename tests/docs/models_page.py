@@ -29,8 +29,10 @@ in fp32, bf16 or [quantised](#quantised-weights), and as GGUF files of the archi
 are those with the settings that a `config.json` leaves out. It may choose others, such as windows.
 
 The last column says how tests compare a family with transformers. *Logits*: each one, in chunks, beside another request
-and token by token. *Ranks*: two ranks give the tokens of one. *P/D*: a cluster of real processes gives the tokens of
-transformers. A change has to pass the bold ones, and the others run every night.
+and token by token. *Engine*: an engine gives the tokens of `generate` to prompts of 1, 41 and 211 tokens that come at
+once, and again when it finds their prefixes. *Ranks*: two ranks give the tokens of one. *P/D*: a cluster of real
+processes gives the tokens of `generate`, with one prefill rank and decode nodes of one and two, of which one is killed
+in the middle of an answer. A change has to pass the bold ones, and the others run every night.
 `python -m tests.docs.models_page` writes this page.
 """
 
@@ -126,14 +128,15 @@ def _proof(model_type: str) -> Iterator[str]:
     cases = {case for case, (family, _) in CASES.items() if family == model_type}
     cases |= {case for case, config in OLDER.items() if config.model_type == model_type}
     yield "**logits**"
-    for name, tests in (("ranks", _RANKS), ("P/D", _CLUSTERS)):
+    for name, tests in (("engine", _ENGINES), ("ranks", _RANKS), ("P/D", _CLUSTERS)):
         found = {case: always for test in tests for case, always in _tested(test).items()}
         found |= {case: True for case in OLDER if name == "ranks" and case in test_tensor_parallel.FAMILIES}
-        found |= {"llama": True}  # Most tests of ranks and clusters serve it.
+        found |= {"llama": True}  # Most tests of engines, ranks and clusters serve it.
         if cases & found.keys():
             yield f"**{name}**" if any(found.get(case) for case in cases) else name
 
 
+_ENGINES = (harness.test_an_engine_gives_the_tokens_of_transformers,)
 _RANKS = (harness.test_ranks_give_the_tokens_of_one_rank,)
 _CLUSTERS = (
     test_families.test_unlike_ranks_and_a_lost_node_give_the_tokens_of_transformers,

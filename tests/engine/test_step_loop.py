@@ -224,15 +224,17 @@ def engine(
     scheduler: SchedulerConfig = SMALL_STEPS,
     drafts: bool = False,
     draft_model: DraftModel | None = None,
+    max_len: int = MAX_LEN,
 ) -> Iterator[Client]:
     """Runs a mixed node's engine, or one with the connector of ``connect``, on the CPU or with an ``own_runner``.
 
-    ``drafts`` has the model draft tokens after its steps, and ``draft_model`` does it instead.
+    ``drafts`` has the model draft tokens after its steps, and ``draft_model`` does it instead. ``max_len`` is the
+    longest context in tokens.
     """
     config = read_decoder_config(folder)
     bounded = [num_blocks] * (len(layer_groups(config).groups) - 1)
     runner = own_runner or ModelRunner(
-        folder, config, Dtype.FP32, BLOCK_SIZE, num_blocks, MAX_LEN, TorchKernels(), bounded=bounded, drafts=drafts
+        folder, config, Dtype.FP32, BLOCK_SIZE, num_blocks, max_len, TorchKernels(), bounded=bounded, drafts=drafts
     )
     whole, *others = runner.cache.groups
     blocks = BlockManager(
@@ -250,8 +252,8 @@ def engine(
             blocks=blocks,
             connector=connector,
             config=scheduler,
-            stop=StopRule(frozenset(config.eos_token_ids), MAX_LEN),
-            prompts=PromptRule(VOCAB_SIZE, MAX_LEN),
+            stop=StopRule(frozenset(config.eos_token_ids), max_len),
+            prompts=PromptRule(VOCAB_SIZE, max_len),
             placement=placement or make_placement(BLOCK_SIZE),
             ahead_runner=runner if overlap and not runner.cache.states else None,
             drafter=runner if drafts else None,

@@ -19,14 +19,17 @@ from pdserve.models.checkpoint.decoder_config import FamilyConfig
 from pdserve.models.runner import ModelRunner, StepRow
 from pdserve.models.table import FAMILIES
 from pdserve.settings import cache_folder
+from pdserve.wire.sampling_params import SamplingParams
 from pdserve_kernels.cpu.compiled_kernels import CompiledKernels, CompiledLinear
 from pdserve_kernels.cpu.torch_kernels import TorchKernels
+from tests.engine.test_step_loop import engine
 from tests.models.greedy import small_runner
 from tests.models.grouped_runner import GroupedRunner
 from tests.models.rank_program import Case
 from tests.models.test_tensor_parallel import computed
-from tests.models.tiny_families import CASES, LONG_ROPE, families_without_a_case, save_tiny
-from tests.tiny_models import reference_logits
+from tests.models.tiny_families import CASES, LONG_ROPE, families_without_a_case, save_case, save_tiny
+from tests.tiny_models import FAMILIES as OLDER
+from tests.tiny_models import Reference, random_prompt, reference_logits
 
 
 @pytest.fixture(scope="module")
@@ -54,10 +57,54 @@ def test_every_logit_is_that_of_transformers(tmp_path: Path, case: str) -> None:
         runner.run([other, row], score=pieces.append)
         start += size
     found = torch.cat(pieces)
-    assert wanted.std() > 0.05
+    assert wanted.std() > 0.04
     torch.testing.assert_close(found, wanted, rtol=0, atol=tolerance)
     single = torch.cat([runner.run([StepRow(PROMPT[i : i + 1], i, range(16, 32), True)]) for i in range(len(PROMPT))])
     torch.testing.assert_close(single, wanted, rtol=0, atol=tolerance)
+
+
+LENGTHS = (1, 41, 211)
+"""A prompt without a context, one longer than windows, and one of several chunks."""
+ANSWER = 16
+IN_AN_ENGINE = (
+    "cohere2",
+    "deepseek-v3",
+    "falcon-h1",
+    "gemma4-shared",
+    "gpt-oss",
+    "gpt2",
+    "jamba",
+    "llama4",
+    "nemotron-h",
+    "phi3",
+    "qwen3-5-moe",
+)
+"""Families of unlike parts and cache groups."""
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize(
+    "case",
+    [
+        *IN_AN_ENGINE,
+        *(pytest.param(case, marks=pytest.mark.nightly) for case in sorted({*CASES, *OLDER} - {*IN_AN_ENGINE})),
+    ],
+)
+def test_an_engine_gives_the_tokens_of_transformers(tmp_path: Path, case: str) -> None:
+    """Prompts come at once, in chunks beside each other's answers, and find their prefixes the next time."""
+    folder = save_case(case, tmp_path)
+    # A node takes the frequencies of long contexts for all prompts if it serves any.
+    lengths = LENGTHS[1:] if case == "phi3-long" else LENGTHS
+    prompts = [random_prompt(length, seed=length) for length in lengths]
+    wanted = Reference(folder, ANSWER).clear_answers(prompts)
+    assert len({token for answer in wanted for token in answer}) > ANSWER // 2
+    greedy = SamplingParams(max_tokens=ANSWER, seed=0, temperature=0.0, ignore_eos=True)
+    with engine(folder, overlap=False, num_blocks=200, max_len=256) as client:
+        for _ in range(2):
+            answers = client.together([(prompt, greedy, ()) for prompt in prompts])
+            for answer, clear in zip(answers.values(), wanted, strict=True):
+                assert answer.tokens[: len(clear)] == clear
+        assert client.stats_asked_for(1).scheduler.cached_prompt_tokens > LENGTHS[-1] // 2
 
 
 UNEVEN = ("falcon-h1", "gemma4-shared", "jamba", "qwen3-next-dense")

@@ -16,7 +16,8 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig,
 
 from pdserve.models.checkpoint.safetensors.files import SafetensorsFiles
 from pdserve.models.table import FAMILIES
-from tests.tiny_models import LLAMA3_ROPE, SHAPE, WINDOW, add_chat_tokenizer
+from tests.tiny_models import FAMILIES as OLDER
+from tests.tiny_models import LLAMA3_ROPE, SHAPE, WINDOW, add_chat_tokenizer, save_tiny_model, shrink_embeddings
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 KINDS = [SLIDING, FULL, SLIDING]
@@ -303,10 +304,26 @@ def save_tiny(case: str, folder: Path, **changes: object) -> Path:
         if "correction" in name:
             # Some corrected scores are below 0.
             torch.nn.init.uniform_(tensor.data, -1.5, 1.5)
+        elif tensor.is_floating_point() and name.endswith("bias") and "dt_" not in name:
+            # Large ones of one sign would give every position the same token.
+            torch.nn.init.uniform_(tensor.data, -0.3, 0.3)
         elif tensor.is_floating_point() and (name.endswith(("bias", "scale", "layer_scalar")) or "norm" in name):
             torch.nn.init.uniform_(tensor.data, 0.5, 1.5)
+    if model.config.tie_word_embeddings:
+        shrink_embeddings(model)
     model.save_pretrained(folder)
     return folder
+
+
+def save_case(case: str, folder: Path) -> Path:
+    """Saves one of the cases of this module, or of ``tiny_models``."""
+    return save_tiny(case, folder) if case in CASES else save_tiny_model(case, folder)
+
+
+def case_of_each_family() -> dict[str, str]:
+    """Returns the first case of each family."""
+    older = {config.model_type: case for case, config in reversed(OLDER.items()) if config.model_type in FAMILIES}
+    return older | {family: case for case, (family, _) in reversed(CASES.items())}
 
 
 def save_tiny_chat_family(tokenizer: Path, case: str, folder: Path, **changes: object) -> Path:
@@ -315,9 +332,7 @@ def save_tiny_chat_family(tokenizer: Path, case: str, folder: Path, **changes: o
 
 
 def families_without_a_case() -> set[str]:
-    from tests.tiny_models import FAMILIES as OLDER
-
-    return set(FAMILIES) - {family for family, _ in CASES.values()} - {config.model_type for config in OLDER.values()}
+    return set(FAMILIES) - case_of_each_family().keys()
 
 
 def print_tensors(case: str) -> None:
