@@ -18,7 +18,7 @@ from pdserve.models.families.deepseek import (
     SarvamMlaSettings,
     YoutuSettings,
 )
-from pdserve.models.families.exaone import Exaone4Settings, ExaoneSettings
+from pdserve.models.families.exaone import Exaone4Settings, ExaoneMoeSettings, ExaoneSettings
 from pdserve.models.families.gemma import (
     Gemma2Settings,
     Gemma3Settings,
@@ -155,6 +155,7 @@ FAMILIES: dict[str, type[FamilySettings]] = {
     "smollm3": SmolLm3Settings,
     "exaone": ExaoneSettings,
     "exaone4": Exaone4Settings,
+    "exaone_moe": ExaoneMoeSettings,
     "seed_oss": SeedOssSettings,
     "ernie4_5": ErnieSettings,
     "ernie4_5_moe": ErnieMoeSettings,

@@ -62,6 +62,7 @@ CONVERTED: dict[str, list[Converted]] = {
     "ernie4_5-moe": [Converted("ernie-moe", {})],
     "exaone": [Converted("exaone", {"attention_bias": False, "mlp_bias": False})],
     "exaone4": [Converted("exaone4", {}), Converted("exaone4-full", {})],
+    "exaone-moe": [Converted("exaone-moe", {"n_group": 1, "topk_group": 1})],
     "falcon-h1": [
         Converted("falcon-h1", {"tie_word_embeddings": False}),
         Converted(
@@ -469,7 +470,7 @@ def _add_rotary(writer: GGUFWriter, config: dict[str, Any], arch: str) -> None:
 def _add_windows(writer: GGUFWriter, config: dict[str, Any], arch: str) -> None:
     if arch in ("gpt-oss", "phi3"):
         writer.add_sliding_window(config["sliding_window"] or 0)
-    if arch in ("cohere2", "exaone4", "gemma2") or config["model_type"] == "olmo3":
+    if arch in ("cohere2", "exaone4", "exaone-moe", "gemma2") or config["model_type"] == "olmo3":
         if config["sliding_window"] is None:
             return
         writer.add_sliding_window(config["sliding_window"])
@@ -489,8 +490,14 @@ def _add_experts(writer: GGUFWriter, config: dict[str, Any], arch: str) -> None:
         writer.add_expert_feed_forward_length(config["intermediate_size"])
     elif "moe_intermediate_size" in config:
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
-    if (shared := _first(config, "n_shared_experts", "moe_num_shared_experts")) is not None:
+    if (shared := _first(config, "n_shared_experts", "moe_num_shared_experts", "num_shared_experts")) is not None:
         writer.add_expert_shared_count(shared)
+    if arch == "exaone-moe":
+        writer.add_expert_shared_feed_forward_length(shared * config["moe_intermediate_size"])
+        writer.add_expert_weights_scale(config["routed_scaling_factor"])
+        writer.add_expert_weights_norm(config["norm_topk_prob"])
+        writer.add_nextn_predict_layers(0)
+        writer.add_rope_scaling_type(RopeScalingType.NONE)
     if arch == "hunyuan-moe":
         writer.add_expert_shared_count(1)
         writer.add_expert_shared_feed_forward_length(config["intermediate_size"])

@@ -238,6 +238,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "exaone": ("exaone", HEADS | {"attention_bias": True, "mlp_bias": True, "rope_parameters": LLAMA3_ROPE}),
     "exaone4": ("exaone4", HEADS | {"sliding_window": WINDOW, "layer_types": KINDS}),
     "exaone4-full": ("exaone4", HEADS | {"sliding_window": None, "layer_types": [FULL] * 3}),
+    "exaone-moe": (
+        "exaone_moe",
+        HEADS
+        | {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "num_shared_experts": 2}
+        | {"n_group": 4, "topk_group": 2, "sliding_window": WINDOW, "layer_types": KINDS},
+    ),
     "seed-oss": ("seed_oss", SHAPE | {"attention_out_bias": True}),
     "ernie": ("ernie4_5", SHAPE),
     "ernie-biased": ("ernie4_5", SHAPE | {"use_bias": True}),

@@ -1,13 +1,23 @@
-"""LG's EXAONE 3, a Llama with other names, and EXAONE 4 with norms behind each part."""
+"""LG's EXAONE 3, a Llama with other names, EXAONE 4 with norms behind each part, and K-EXAONE with experts."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import ClassVar
 
+from pdserve.errors import ModelError
+from pdserve.models.families.deepseek import routed
 from pdserve.models.families.olmo import NORMS_BEHIND
 from pdserve.models.families.settings import FULL, NONE, SLIDING, Count, FamilySettings, windows_of
-from pdserve.models.recipe import AttentionRecipe, LayerRecipe, MlpRecipe, ModelRecipe, NormOrder, Rotary
+from pdserve.models.recipe import (
+    AttentionRecipe,
+    FeedForwardRecipe,
+    LayerRecipe,
+    MlpRecipe,
+    ModelRecipe,
+    NormOrder,
+    Rotary,
+)
 
 
 class ExaoneSettings(FamilySettings, kw_only=True):
@@ -82,3 +92,44 @@ class Exaone4Settings(FamilySettings, kw_only=True):
 
     def layer(self, index: int) -> LayerRecipe:
         return replace(super().layer(index), norms=NORMS_BEHIND, order=NormOrder.POST)
+
+
+class ExaoneMoeSettings(Exaone4Settings, kw_only=True):
+    """DeepSeek V3's experts behind EXAONE 4's attention, with norms before each part."""
+
+    models: ClassVar[str] = "K-EXAONE 236B A23B"
+    eos_token_id: int | list[int] | None = 53
+    moe_intermediate_size: Count = 1024
+    num_experts: Count = 64
+    num_experts_per_tok: Count = 8
+    num_shared_experts: Count = 1
+    routed_scaling_factor: float = 2.5
+    n_group: Count = 1
+    topk_group: Count = 1
+    norm_topk_prob: bool = True
+    first_k_dense_replace: int = 1
+    mlp_layer_types: list[str] | None = None
+
+    @property
+    def n_routed_experts(self) -> int:
+        return self.num_experts
+
+    @property
+    def n_shared_experts(self) -> int:
+        return self.num_shared_experts
+
+    def check(self) -> None:
+        super().check()
+        if self.mlp_layer_types is not None and len(self.mlp_layer_types) < self.num_hidden_layers:
+            raise ModelError(f"mlp_layer_types has no kind for each of {self.num_hidden_layers} layers")
+
+    def feed_forward(self, index: int) -> FeedForwardRecipe:
+        kinds = self.mlp_layer_types
+        dense = index < self.first_k_dense_replace if kinds is None else kinds[index] == "dense"
+        return self.mlp() if dense else replace(routed(self), correction="mlp.e_score_correction_bias")
+
+    def layer(self, index: int) -> LayerRecipe:
+        return FamilySettings.layer(self, index)
+
+    def recipe(self) -> ModelRecipe:
+        return replace(super().recipe(), unused=("mtp.",))

@@ -85,6 +85,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "ernie4_5-moe": Architecture("ernie4_5_moe"),
     "exaone": Architecture("exaone"),
     "exaone4": Architecture("exaone4"),
+    "exaone-moe": Architecture("exaone_moe"),
     # The factors of a Falcon-H1 are in its weights.
     "falcon-h1": Architecture("falcon_h1", required=STATE_SPACE),
     "falcon": Architecture("falcon", norms=("attn_norm_2", "attn_norm")),
@@ -188,7 +189,7 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "expert_feed_forward_length": ("moe_intermediate_size",),
     "expert_group_count": ("n_group",),
     "expert_group_used_count": ("topk_group",),
-    "expert_shared_count": ("n_shared_experts", "moe_num_shared_experts"),
+    "expert_shared_count": ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts"),
     "expert_shared_feed_forward_length": (
         "shared_expert_intermediate_size",
         "shared_intermediate_size",
