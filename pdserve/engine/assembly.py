@@ -6,7 +6,7 @@ import hashlib
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -107,7 +107,6 @@ def assemble(
     )
     progress("preparing kernels")
     backend = rank_backend(config, device)
-    config = with_recorded_drafts(config, backend.graph_kernels is not None, groups)
     cores = open_cores(config, backend.kernels)
     block_kernels = kept_block_kernels(config, backend)
     cache_dir = Path(config.cache_dir)
@@ -151,7 +150,8 @@ def assemble(
         warm_up(draft_model.runner, min(tokens, READ_AT_ONCE, draft_model.max_positions - 1), block_size)
     if backend.graph_kernels is not None and config.model.cuda_graphs is Switch.ON:
         progress("recording decode steps")
-        runner.capture_decode(backend.graph_kernels, config.scheduler.most_rows, CudaGraphs())
+        linked = config.scheduler.speculates is not Speculate.OFF
+        runner.capture_decode(backend.graph_kernels, config.scheduler.most_rows, CudaGraphs(), linked=linked)
         if draft_model is not None:
             draft_model.runner.capture_decode(backend.graph_kernels, config.scheduler.max_num_seqs, CudaGraphs())
     if device.type == "cuda":
@@ -248,19 +248,6 @@ def _device_words(device: torch.device, ranks: int) -> str:
 def _process_ids(ranks: Ranks | None) -> dict[str, int]:
     others = [] if ranks is None else ranks.pids
     return {"engine": os.getpid(), **{f"rank-{number}": pid for number, pid in enumerate(others, start=1)}}
-
-
-def with_recorded_drafts(config: EngineConfig, records: bool, groups: Sequence[GroupBlocks]) -> EngineConfig:
-    """Returns the settings without drafts where nobody has asked for them and steps with drafts are not recorded.
-
-    Rows of one request that go on with each other's states are in no recorded step, and launched one by one, a step
-    takes several times as long. ``records`` says whether the device records steps.
-    """
-    scheduler, keeps_states = config.scheduler, any(group.spec.keep is Keep.LATEST for group in groups[1:])
-    recorded = records and config.model.cuda_graphs is Switch.ON
-    if not (recorded and keeps_states and scheduler.speculation is Speculate.AUTO):
-        return config
-    return replace(config, scheduler=replace(scheduler, speculation=Speculate.OFF))
 
 
 def overlaps(config: EngineConfig, device: torch.device) -> bool:

@@ -247,9 +247,31 @@ class RankCache:
         return moved.long()
 
 
-def state_runs(
-    lengths: Sequence[int], tables: Sequence[Sequence[int]], group: StateGroup, device: torch.device
-) -> StateRuns:
+@dataclass(frozen=True, slots=True)
+class RunNumbers:
+    """The numbers of ``StateRuns``, on the host."""
+
+    starts: list[int]
+    sources: list[int]
+    destinations: list[int]
+    kept: list[int]
+    """One for each token; empty if no state is kept."""
+    single: bool
+
+    def padded(self, tokens: int) -> list[list[int]]:
+        """Returns sources, destinations, starts, and what is kept, of as many runs as ``tokens``.
+
+        The tokens behind the last run are padding, of which each is a run. The runs that are left have no tokens.
+        """
+        end, count = self.starts[-1], len(self.sources)
+        nowhere = [-1] * (tokens - count)
+        starts = [*self.starts, *range(end + 1, tokens + 1)]
+        starts += [tokens] * (tokens + 1 - len(starts))
+        kept = self.kept or [-1] * end
+        return [self.sources + nowhere, self.destinations + nowhere, starts, kept + [-1] * (tokens - end)]
+
+
+def run_numbers(lengths: Sequence[int], tables: Sequence[Sequence[int]], group: StateGroup) -> RunNumbers:
     """Returns the runs of rows of ``lengths`` tokens, whose ``tables`` are the ids (source, destination) of states.
 
     Rows that go on with the state which the row before them writes are of the same run. That state stays if they write
@@ -275,9 +297,16 @@ def state_runs(
     places = [-1] * (end if kept else 0)
     for block, token in kept.items():
         places[token] = block
-    parts = to_device([starts, sources, destinations, places], device)
-    moved_starts, moved_sources, moved_destinations, moved_places = parts
-    return StateRuns(moved_starts, moved_sources, moved_destinations, single, moved_places if kept else None)
+    return RunNumbers(starts, sources, destinations, places, single)
+
+
+def state_runs(
+    lengths: Sequence[int], tables: Sequence[Sequence[int]], group: StateGroup, device: torch.device
+) -> StateRuns:
+    """Returns what ``run_numbers`` does, on the device. Raises ValueError as that does."""
+    runs = run_numbers(lengths, tables, group)
+    starts, sources, destinations, kept = to_device([runs.starts, runs.sources, runs.destinations, runs.kept], device)
+    return StateRuns(starts, sources, destinations, runs.single, kept if runs.kept else None)
 
 
 @dataclass(frozen=True, slots=True)

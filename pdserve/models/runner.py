@@ -29,7 +29,16 @@ from pdserve.models.decoder import build_decoder
 from pdserve.models.drafting import Drafting, KnownTokens
 from pdserve.models.latent_plan import LatentStep, plan_latents
 from pdserve.models.parts.projections import Building
-from pdserve.models.rank_cache import TORCH_DTYPES, KvGroup, RankCache, StateGroup, StepCache, StepStates, state_runs
+from pdserve.models.rank_cache import (
+    TORCH_DTYPES,
+    KvGroup,
+    RankCache,
+    StateGroup,
+    StepCache,
+    StepStates,
+    run_numbers,
+    state_runs,
+)
 from pdserve.models.tp.shares import ALONE, TpGroup, share
 from pdserve_kernels.contract import (
     Attention,
@@ -186,27 +195,30 @@ class DecodeGraphs:
         attention: Sequence[KvGroup],
         states: Sequence[StateGroup],
         device: torch.device,
+        linked: bool = False,
     ) -> None:
         """Captures ``compute``, which gives one row of logits for each of its inputs, for every bucket.
 
-        ``attention`` and ``states`` are the groups of the cache that have layers.
+        ``attention`` and ``states`` are the groups of the cache that have layers. ``linked`` has each bucket captured
+        twice if there are states: the second time for steps in which rows go on with each other's states, as drafts do.
         """
         self._compute = compute
         self._buckets = decode_buckets(max_rows)
         self._attention, self._states = attention, states
-        fixed = 3 + 2 * len(attention) + 2 * len(states)
+        fixed = 3 + 2 * len(attention) + 4 * len(states)
         tables = [max_rows * group.most_blocks(max_model_len) for group in reversed(attention)]
-        self._starts = packed_starts([max_rows] * fixed + tables)
+        self._starts = packed_starts([max_rows + 1] * fixed + tables)
         self._buffer = torch.zeros(self._starts[-1], dtype=torch.int32, device=device)
         self._runs = torch.arange(max_rows + 1, dtype=torch.int32, device=device)
         self._fill([], max_rows)
         # All graphs share one result: results of their own would take max_rows * vocab_size numbers for every bucket.
         self._logits = torch.empty_like(compute(self._inputs(max_rows)))
         # The largest comes first: the others then fit into the memory that it took.
-        self._graphs = {bucket: make_graph() for bucket in reversed(self._buckets)}
-        for bucket, graph in self._graphs.items():
-            self._fill([], bucket)
-            graph.capture(partial(self._run, bucket))
+        kinds = (False, True) if linked and states else (False,)
+        self._graphs = {(bucket, kind): make_graph() for bucket in reversed(self._buckets) for kind in kinds}
+        for (bucket, kind), graph in self._graphs.items():
+            self._fill([], bucket, kind)
+            graph.capture(partial(self._run, bucket, kind))
 
     def run(self, rows: Sequence[StepRow], tokens: torch.Tensor | None = None) -> torch.Tensor | None:
         """Returns the logits of each row, valid until the next call, or None if there is no graph for such a step.
@@ -216,19 +228,21 @@ class DecodeGraphs:
         bucket = bucket_for(len(rows), self._buckets)
         if bucket is None or any(len(row.token_ids) != 1 for row in rows):
             return None
-        if self._states and _go_on([row.table(self._states[0].number) for row in rows]):
-            # Rows of one request, which go on with the state of each other, are not computed beside each other.
+        # Rows of one request that go on with the state of each other are not computed beside each other.
+        linked = bool(self._states) and _go_on([row.table(self._states[0].number) for row in rows])
+        graph = self._graphs.get((bucket, linked))
+        if graph is None:
             return None
-        self._fill(rows, bucket)
+        self._fill(rows, bucket, linked)
         if tokens is not None:
             self._buffer[: len(tokens)].copy_(tokens)
-        self._graphs[bucket].replay()
+        graph.replay()
         return self._logits[: len(rows)]
 
-    def _run(self, bucket: int) -> None:
-        self._logits[:bucket].copy_(self._compute(self._inputs(bucket)))
+    def _run(self, bucket: int, linked: bool) -> None:
+        self._logits[:bucket].copy_(self._compute(self._inputs(bucket, linked)))
 
-    def _inputs(self, bucket: int) -> DecodeInputs:
+    def _inputs(self, bucket: int, linked: bool = False) -> DecodeInputs:
         parts = [self._buffer[start:] for start in self._starts[:-1]]
         token_ids, positions, context_lens, *others = [part[:bucket] for part in parts]
         count = len(self._attention)
@@ -236,13 +250,18 @@ class DecodeGraphs:
         attention = tuple(
             DecodeBlocks(others[2 * i], DecodeTables(context_lens, others[2 * i + 1], blocks[i])) for i in range(count)
         )
-        own = others[2 * count : 2 * count + 2 * len(self._states)]
-        runs = self._runs[: bucket + 1]
-        states = tuple(StateRuns(runs, *pair, single=True) for pair in zip(own[::2], own[1::2], strict=True))
-        return DecodeInputs(token_ids, positions, attention, states)
+        first, states = 3 + 2 * count, list[StateRuns]()
+        for at in range(first, first + 4 * len(self._states), 4):
+            sources, destinations, starts, kept = parts[at : at + 4]
+            runs = starts if linked else self._runs
+            of_rows = sources[:bucket], destinations[:bucket]
+            states.append(
+                StateRuns(runs[: bucket + 1], *of_rows, single=not linked, kept=kept[:bucket] if linked else None)
+            )
+        return DecodeInputs(token_ids, positions, attention, tuple(states))
 
-    def _fill(self, rows: Sequence[StepRow], bucket: int) -> None:
-        parts = padded_parts(rows, bucket, self._attention, self._states)
+    def _fill(self, rows: Sequence[StepRow], bucket: int, linked: bool = False) -> None:
+        parts = padded_parts(rows, bucket, self._attention, self._states, linked=linked)
         host = packed(parts, self._starts, self._buffer.device)
         self._buffer[: len(host)].copy_(host, non_blocking=True)
 
@@ -253,10 +272,16 @@ def _go_on(tables: Sequence[Sequence[int]]) -> bool:
 
 
 def padded_parts(
-    rows: Sequence[StepRow], bucket: int, attention: Sequence[KvGroup], states: Sequence[StateGroup]
+    rows: Sequence[StepRow],
+    bucket: int,
+    attention: Sequence[KvGroup],
+    states: Sequence[StateGroup],
+    *,
+    linked: bool = False,
 ) -> list[Numbers]:
     """Returns token ids, positions and context lengths; slots and starts of tables of each group of keys and values;
-    sources and destinations of each group of states; and the tables, those of the first group last.
+    sources and destinations of each group of states, and if rows are ``linked`` by their states the starts of runs and
+    what is kept, which are empty otherwise; and the tables, those of the first group last.
     """
     padding = [0] * (bucket - len(rows))
     positions = np.zeros(bucket, np.int32)
@@ -287,8 +312,12 @@ def padded_parts(
         parts += [slots + nowhere, starts + padding]
         tables.append(joined(blocks))
     for kept in states:
-        pairs = [kept.places(row.table(kept.number)) for row in rows]
-        parts += [[source for source, _ in pairs] + nowhere, [written for _, written in pairs] + nowhere]
+        own_tables = [row.table(kept.number) for row in rows]
+        if linked:
+            parts += run_numbers([1] * len(rows), own_tables, kept).padded(bucket)
+            continue
+        pairs = [kept.places(table) for table in own_tables]
+        parts += [[source for source, _ in pairs] + nowhere, [written for _, written in pairs] + nowhere, [], []]
     return parts + tables[::-1]
 
 
@@ -485,10 +514,13 @@ class ModelRunner:
             yield self._places(places[start : start + self._scored_rows])
 
     @torch.inference_mode()
-    def capture_decode(self, kernels: GraphKernels, max_rows: int, make_graph: Callable[[], Graph]) -> None:
+    def capture_decode(
+        self, kernels: GraphKernels, max_rows: int, make_graph: Callable[[], Graph], *, linked: bool = False
+    ) -> None:
         """Captures decode steps, so that steps of up to ``max_rows`` single tokens are replayed from now on.
 
-        Stores nothing in the cache. Does nothing if the operations of the model's steps depend on their inputs.
+        ``linked`` captures those as well in which rows go on with each other's states, if the model keeps any. Stores
+        nothing in the cache. Does nothing if the operations of the model's steps depend on their inputs.
         """
         if not self._decoder.capturable:
             return
@@ -528,6 +560,7 @@ class ModelRunner:
             cache.attention,
             cache.states,
             self.kv_cache.device,
+            linked,
         )
 
     def copy_blocks(self, sources: Sequence[int], destinations: Sequence[int]) -> None:

@@ -48,6 +48,8 @@ class Capture(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field
 
     max_rows: int
     """The most tokens that a recorded step has."""
+    linked: bool = False
+    """Whether steps with drafts are recorded for models that keep states."""
 
 
 class RankRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True, tag=0):

@@ -176,6 +176,41 @@ def test_rows_that_go_on_with_each_others_state_are_left_to_the_caller() -> None
         assert graphs.run([hybrid_row(5, 3, 0, (2000, 2001)), hybrid_row(6, 4, 0, (2001, left))]) is None
 
 
+def runs_seen(inputs: DecodeInputs) -> torch.Tensor:
+    """Returns "logits" that show the run of each row, and what stays of it."""
+    (states,) = inputs.states
+    if states.single:
+        assert states.kept is None
+        return torch.zeros(len(inputs.token_ids), 5)
+    assert states.kept is not None
+    assert (states.starts[1:] >= states.starts[:-1]).all()
+    tokens = torch.arange(len(inputs.token_ids))
+    run = torch.searchsorted(states.starts, tokens, right=True) - 1
+    own = [states.starts[run], states.sources[run], states.destinations[run], states.kept]
+    return torch.stack([inputs.token_ids, *own], 1).float()
+
+
+def test_rows_that_go_on_with_each_others_state_have_steps_of_their_own_where_these_are_captured() -> None:
+    made = RerunGraphs()
+    graphs = DecodeGraphs(runs_seen, made, 8, MAX_MODEL_LEN, [WHOLE, WINDOWED], [STATES], CPU, linked=True)
+    assert len(made.made) == 2 * 4
+    chain = [(2000, 2001), (2001, 2002), (2002, 2003)]
+    rows = [hybrid_row(5, 9, 0, (2010, 2010))]
+    rows += [hybrid_row(6 + at, 3 + at, 20, states) for at, states in enumerate(chain)]
+    rows += [hybrid_row(20, 0, 40, (-1, 2020))]
+    for _ in range(2):
+        logits = graphs.run(rows)
+        assert logits is not None
+        assert logits.tolist() == [
+            [5, 0, 10, 10, -1],
+            *([6 + at, 1, 0, 3, kept] for at, kept in enumerate((1, 2, -1))),
+            [20, 4, -1, 20, -1],
+        ]
+        # Steps without drafts, between them, have graphs of their own.
+        assert graphs.run(rows[:1]) is not None
+    assert [graph.replays for graph in made.made if graph.replays] == [2, 2]
+
+
 def test_tables_of_a_window_take_no_more_than_the_window() -> None:
     assert WHOLE.most_blocks(MAX_MODEL_LEN) == MAX_MODEL_LEN // BLOCK_SIZE
     assert WINDOWED.most_blocks(MAX_MODEL_LEN) == 3

@@ -141,7 +141,7 @@ def run_rank(launch: RankLaunch, channel: OrderChannel, life: LifeBoard) -> None
             # Rank 0 notices a rank that takes longer, and says which one it was.
             sign.show(config.parallel.timeout_ms / 1000)
             if isinstance(order, Capture):
-                capture(runner, backend, order.max_rows)
+                capture(runner, backend, order)
                 channel.send(Captured())
             else:
                 carry_out(order, runner, copies, received)
@@ -152,13 +152,13 @@ def run_rank(launch: RankLaunch, channel: OrderChannel, life: LifeBoard) -> None
         group.close()
 
 
-def capture(runner: ModelRunner, backend: Backend, max_rows: int) -> None:
-    """Records decode steps of up to ``max_rows`` tokens. Raises EngineError if this rank has no kernels for that."""
+def capture(runner: ModelRunner, backend: Backend, order: Capture) -> None:
+    """Records decode steps. Raises EngineError if this rank has no kernels for that."""
     from pdserve.models.runner import CudaGraphs
 
     if backend.graph_kernels is None:
         raise EngineError("rank 0 sent Capture to a rank whose steps cannot be recorded")
-    runner.capture_decode(backend.graph_kernels, max_rows, CudaGraphs())
+    runner.capture_decode(backend.graph_kernels, order.max_rows, CudaGraphs(), linked=order.linked)
 
 
 def carry_out(order: Order, runner: ModelRunner, copies: OrderedCopies | NoCopies, received: ReceivedRows) -> None:

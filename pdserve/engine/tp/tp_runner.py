@@ -66,10 +66,12 @@ class TpRunner:
         self._own.copy_blocks(sources, destinations)
         self._ranks.wait_for_blocks()
 
-    def capture_decode(self, kernels: GraphKernels, max_rows: int, make_graph: Callable[[], Graph]) -> None:
+    def capture_decode(
+        self, kernels: GraphKernels, max_rows: int, make_graph: Callable[[], Graph], *, linked: bool = False
+    ) -> None:
         """Records decode steps on every rank (``ModelRunner.capture_decode``). Returns when all ranks have."""
-        self._ranks.tell(Capture(max_rows))
-        self._own.capture_decode(kernels, max_rows, make_graph)
+        self._ranks.tell(Capture(max_rows, linked))
+        self._own.capture_decode(kernels, max_rows, make_graph, linked=linked)
         self._ranks.wait_for(Captured)
 
     def warmed_up(self) -> None:

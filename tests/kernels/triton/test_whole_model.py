@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from pdserve.config import Dtype
 from pdserve.models.checkpoint.config_reading import read_decoder_config, read_family_config
 from pdserve.models.checkpoint.weights import Checkpoint
+from pdserve.models.layer_groups import layer_groups
 from pdserve.models.parts.projections import Building
 from pdserve.models.runner import CudaGraphs, DraftRow, ModelRunner, StepRow
 from pdserve_kernels.contract import BlockFormat, BlockWeight
@@ -176,6 +177,39 @@ def test_captured_decode_steps(family: str, tmp_path: Path) -> None:
     check([StepRow([3], len(prompts[0]) + 2, tables[0], True)], runner, peer)
     if DEVICE.type == "cpu":
         assert [graph.replays for graph in rerun.made] == [2, 0, 1]
+
+
+@pytest.mark.parametrize("family", with_more(("qwen3-5",), ("nemotron-h", "lfm2")))
+def test_captured_steps_with_drafts_of_states(family: str, tmp_path: Path) -> None:
+    """The state after each row of a request stays, and the next step goes on with the one after an accepted draft."""
+    folder, ((_, *prompts), (_, *tables)) = save(family, tmp_path), prompts_and_tables()
+    config = read_decoder_config(folder)
+    shape = (folder, config, Dtype.FP32, BLOCK_SIZE, NUM_BLOCKS, MAX_MODEL_LEN)
+    bounded = [12] * (len(layer_groups(config).groups) - 1)
+    runner = ModelRunner(*shape, KERNELS, device=DEVICE, bounded=bounded)
+    peer = ModelRunner(*shape, TorchKernels(), bounded=bounded)
+    groups = runner.cache.groups[1:]
+
+    def row(tokens: list[int], start: int, request: int, source: int, destination: int) -> StepRow:
+        states = [(group.first + source if source >= 0 else -1, group.first + destination) for group in groups]
+        return StepRow(tokens, start, tables[request], True, others=states)
+
+    def check_all(rows: list[StepRow]) -> None:
+        check(rows, runner, peer)
+        memory = [each.cache.memory.cpu().view(torch.float32) for each in (runner, peer)]
+        torch.testing.assert_close(*memory, rtol=1e-4, atol=1e-4)
+
+    check_all([row(prompt, 0, request, -1, 5 * request) for request, prompt in enumerate(prompts)])
+    rerun = RerunGraphs()
+    runner.capture_decode(KERNELS, 8, CudaGraphs() if DEVICE.type == "cuda" else rerun, linked=True)
+    first, second = (len(prompt) for prompt in prompts)
+    drafts = [row([7 + at], first + at, 0, at, at + 1) for at in range(4)]
+    check_all([row([9], second, 1, 5, 5), *drafts])
+    # Two drafts were right, so that the state after the third row is the present one.
+    check_all([row([3], first + 3, 0, 3, 6), row([4], first + 4, 0, 6, 7), row([5], second + 1, 1, 5, 5)])
+    check_all([row([6], first + 5, 0, 7, 7)])
+    if DEVICE.type == "cpu":
+        assert sum(graph.replays for graph in rerun.made) == 3
 
 
 @pytest.mark.parametrize("family", with_more(DRAFTING, ("glm4-moe",)))
