@@ -31,8 +31,8 @@ from pdserve.engine.sampling.pending_tokens import DeviceTokens
 from pdserve.engine.sampling.sampling_row import SamplingRow
 from pdserve.engine.scheduling.output_collector import TimelineRecorder
 from pdserve.engine.scheduling.request_limits import PromptRule, StopRule
-from pdserve.engine.speculation.draft_model import READ_AT_ONCE
 from pdserve.engine.speculation.guesses import by_model
+from pdserve.engine.speculation.speculation import MOST_READ
 from pdserve.engine.step_loop import StepLoop
 from pdserve.engine.tp.tp_ranks import Ranks
 from pdserve.engine.tp.tp_runner import TpRunner
@@ -147,7 +147,7 @@ def assemble(
     tokens = warm_up_tokens(config.scheduler.max_num_batched_tokens, max_model_len, device)
     warm_up(runner, tokens, block_size, groups[1:], runner if drafts else None)
     if draft_model is not None:
-        warm_up(draft_model.runner, min(tokens, READ_AT_ONCE, draft_model.max_positions - 1), block_size)
+        warm_up(draft_model.runner, min(tokens, MOST_READ, draft_model.max_positions - 1), block_size)
     if backend.graph_kernels is not None and config.model.cuda_graphs is Switch.ON:
         progress("recording decode steps")
         linked = config.scheduler.speculates is not Speculate.OFF

@@ -115,7 +115,9 @@ def load_draft_model(
     blocks, longest = draft_blocks(config.cache.block_size), min(max_model_len, own.max_positions)
     kernels = kept_block_kernels(config, backend)
     runner = load_runner(config, own, [blocks], longest, ALONE, backend, None, kernels, progress)
-    return DraftModel(runner, config.cache.block_size, blocks, longest, decoder.vocab_size)
+    return DraftModel(
+        runner, config.cache.block_size, blocks, longest, decoder.vocab_size, config.scheduler.draft_tokens
+    )
 
 
 def check_same_vocabulary(draft: Path, model: Path, cache_dir: Path) -> None:

@@ -456,8 +456,9 @@ class StepLoop:
         drafts = drafter.draft([row for _, row in rows], count)
         for (request, _), drafted in zip([each for each in rows if each[1].wanted], drafts, strict=True):
             speculation.put(request, drafted)
-        if not step.plan.num_prompt_tokens:
-            speculation.drafted_for(count, time.monotonic() - began)
+        if count and not step.plan.num_prompt_tokens:
+            # The known tokens are computed first, in about the time of a draft.
+            speculation.drafted_for(count + 1, time.monotonic() - began)
 
     def _draft_beside(self, step: LaunchedStep, model: DraftModel) -> None:
         """Has the smaller model draft what may follow a step's tokens."""
@@ -465,11 +466,11 @@ class StepLoop:
         wanting, count = self._wanted_drafts(step)
         if wanting:
             self._life.show(self._watch.expected_s(step.plan, drafting=True))
-        drafts = model.draft(wanting, count)
+        drafts = model.draft(wanting, count, speculation.may_read(wanting) if wanting else 0)
         for request, drafted in zip(wanting, drafts, strict=True):
             speculation.put(request, drafted)
-        if wanting and not model.read_much:
-            speculation.drafted_for(count, time.monotonic() - began)
+        if model.num_runs:
+            speculation.drafted_for(model.num_runs, time.monotonic() - began, model.num_read)
 
     def _wanted_drafts(self, step: LaunchedStep) -> tuple[list[Request], int]:
         """Sends a step's tokens, and returns the requests of which drafts are wanted now, and how many of each."""

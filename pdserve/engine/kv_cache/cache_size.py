@@ -16,8 +16,8 @@ import torch
 
 from pdserve.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from pdserve.engine.sampling.sampling_row import sampling_bytes
-from pdserve.engine.speculation.draft_model import READ_AT_ONCE
 from pdserve.engine.speculation.guesses import by_model
+from pdserve.engine.speculation.speculation import MOST_READ
 from pdserve.errors import ConfigError
 from pdserve.machine.memory import MIB, available_memory
 from pdserve.models.checkpoint.config_reading import read_decoder_config
@@ -125,7 +125,7 @@ def draft_model_bytes(config: EngineConfig, device: torch.device) -> int:
     if device.type != "cuda":
         return cache + weight_bytes(path, config.model, config.cpu.kernels)
     rows = config.scheduler.max_num_seqs or MOST_PLACES
-    step = step_bytes(decoder, TORCH_DTYPES[config.model.dtype], 1, READ_AT_ONCE + rows, rows)
+    step = step_bytes(decoder, TORCH_DTYPES[config.model.dtype], 1, MOST_READ + rows, rows)
     return cache + gpu_weight_bytes(path, config.model) + step
 
 

@@ -22,8 +22,6 @@ from pdserve.engine.sampling.token_choice import draw, group_logits, is_drawn, u
 from pdserve.models.runner import ModelRunner, StepRow
 from pdserve_kernels.host_copies import to_device
 
-READ_AT_ONCE = 512
-"""The draft model reads at most so many tokens behind a step, of all requests together."""
 _NOT_FINITE = -1
 
 
@@ -51,16 +49,27 @@ class DraftModel:
     """The draft model of one engine. It keeps ``num_blocks`` blocks of its runner's cache for its requests."""
 
     def __init__(
-        self, runner: ModelRunner, block_size: int, num_blocks: int, max_positions: int, vocab_size: int
+        self,
+        runner: ModelRunner,
+        block_size: int,
+        num_blocks: int,
+        max_positions: int,
+        vocab_size: int,
+        most_drafts: int,
     ) -> None:
-        """The draft model knows ``max_positions``, and the model that it drafts for has ``vocab_size`` tokens."""
+        """The draft model knows ``max_positions``, and the model that it drafts for has ``vocab_size`` tokens.
+
+        A step checks ``most_drafts`` of a request at most.
+        """
+        self._many = 1 + most_drafts
         self.runner, self._block_size = runner, block_size
         self.max_positions, self._vocab_size = max_positions, vocab_size
         self._free = list(range(num_blocks))
         self._kept: dict[Request, _Kept] = {}
         """Those that were used last come last."""
-        self.read_much = False
-        """Whether the last call of ``draft`` read more of a text than a step gives."""
+        self.num_runs = self.num_read = 0
+        """How many runs the last call of ``draft`` took, and how many tokens it read if these were more than steps
+        give."""
 
     @property
     def num_free(self) -> int:
@@ -68,21 +77,21 @@ class DraftModel:
         return len(self._free)
 
     @torch.inference_mode()
-    def draft(self, requests: Sequence[Request], count: int) -> list[list[int]]:
+    def draft(self, requests: Sequence[Request], count: int, most_read: int) -> list[list[int]]:
         """Returns up to ``count`` drafts of what follows the tokens of each request. Waits for a GPU.
 
-        All requests decode. One has no drafts while its text is not read to the end, without room for its text, and
-        behind logits that are not finite.
+        All requests decode. It reads ``most_read`` of their tokens at most, of all together. A request has no drafts
+        while its text is not read to the end, without room for its text, and behind logits that are not finite.
         """
         self._drop(request for request in self._kept if request.ended or request.status is not Status.RUNNING)
-        self.read_much = False
+        self.num_runs = self.num_read = 0
         drafts: dict[Request, list[int]] = {request: [] for request in requests}
-        rows = self._rows(requests, count) if count else {}
+        rows = self._rows(requests, count, most_read) if count else {}
         if not rows:
             return list(drafts.values())
         # The order of a step: rows of a single token come first.
         going = sorted(rows, key=lambda request: len(rows[request].token_ids) > 1)
-        logits = self.runner.run([rows[request] for request in going])
+        logits, self.num_runs = self.runner.run([rows[request] for request in going]), 1
         going = [request for request in going if rows[request].wants_logits]
         found = list[torch.Tensor]()
         for number in range(count if going else 0):
@@ -93,14 +102,15 @@ class DraftModel:
             tables = [self._kept[request].blocks for request in going]
             steps = [StepRow([0], place, table, True) for place, table in zip(places, tables, strict=True)]
             logits = self.runner.run(steps, found[-1].clamp(min=0))
+            self.num_runs += 1
         chosen = torch.stack(found).T.tolist() if found else []
         for request, tokens in zip(going, chosen, strict=True):
             self._take(request, tokens, drafts[request])
         return list(drafts.values())
 
-    def _rows(self, requests: Sequence[Request], count: int) -> dict[Request, StepRow]:
+    def _rows(self, requests: Sequence[Request], count: int, left: int) -> dict[Request, StepRow]:
         """Returns what is to be read of each request, for which there is room, and for the drafts behind it."""
-        rows, left, wanted = dict[Request, StepRow](), READ_AT_ONCE, set(requests)
+        rows, wanted, read, long = dict[Request, StepRow](), set(requests), 0, False
         for request in requests:
             tokens, kept = request.token_ids, self._kept.pop(request, None) or _Kept()
             self._kept[request] = kept
@@ -110,10 +120,11 @@ class DraftModel:
             places = end + count - 1 if ends else end
             if end == start or places > self.max_positions or not self._make_room(kept, places, wanted):
                 continue
-            left -= end - start
-            self.read_much |= not ends or end - start > 2 * count
+            left, read = left - (end - start), read + end - start
+            long |= not ends or end - start > self._many
             rows[request] = StepRow(tokens[start:end], start, kept.blocks, ends)
             kept.num_read = end
+        self.num_read = read if long else 0
         return rows
 
     def _make_room(self, kept: _Kept, tokens: int, wanted: set[Request]) -> bool:

@@ -44,6 +44,8 @@ SURE = 0.85
 """The model drafts nothing for a request whose own text is right so often."""
 TRIED_EVERY = 32
 """Once in so many steps, drafts that do not pay are looked for or made, to notice when they do again."""
+LEAST_READ, MOST_READ = 32, 512
+"""A draft model reads at least and at most so many tokens of texts behind a step, if there are so many."""
 _KEPT = 0.8
 _LEAST_S = 1e-9
 
@@ -91,6 +93,8 @@ class Speculation:
         self._model_rates = Rates(first_rates(config.draft_tokens))
         self._draft_s = 0.0
         """What it takes to have the model draft one more token of each request."""
+        self._read_s = 0.0
+        """What it takes a draft model to read one more token of a text."""
         self._model_steps = 0
         self._may_read = 0
         """How many tokens of texts may still be read before the next step."""
@@ -158,14 +162,32 @@ class Speculation:
             request.model_drafts = ModelDrafts(self._model_rates)
         request.model_drafts.put(len(request.token_ids), drafts)
 
-    def drafted_for(self, count: int, seconds: float) -> None:
-        """Learns how long it took to draft ``count`` tokens of each request of a step without chunks.
+    def may_read(self, requests: Sequence[Request]) -> int:
+        """Returns how many tokens a draft model may read behind a step of these requests.
 
-        The known tokens of the step are computed first, in about the time of a draft.
+        It takes about the time of a step for that, and no more than the ITL target leaves.
         """
-        if count:
-            each_s = seconds / (count + 1)
+        rows, context = len(requests), sum(len(request.token_ids) for request in requests)
+        spare_s = self._step_cost.decode_step_s
+        aim_s = self._targets.aim_s(rows, context, OwnItl.of(request.terms.own_targets for request in requests))
+        if aim_s is not None:
+            spare_s = min(spare_s, aim_s - spare_s)
+        known = int(spare_s / self._read_s) if self._read_s else LEAST_READ
+        return max(LEAST_READ, min(MOST_READ, known))
+
+    def drafted_for(self, runs: int, seconds: float, num_read: int = 0) -> None:
+        """Learns how long so many runs of what drafts took, each for a token of each request.
+
+        The first one has read ``num_read`` tokens, if these were more than a step gives.
+        """
+        if not num_read:
+            each_s = seconds / runs
             self._draft_s = _KEPT * self._draft_s + (1 - _KEPT) * each_s if self._draft_s else each_s
+            return
+        # Without what was read, the runs would have taken no longer.
+        self._draft_s = min(self._draft_s, seconds / runs)
+        each_s = max(_LEAST_S, seconds - runs * self._draft_s) / num_read
+        self._read_s = _KEPT * self._read_s + (1 - _KEPT) * each_s if self._read_s else each_s
 
     def _wants_model(self, request: Request) -> bool:
         if not _may_have_drafts(request) or self._left(request) < 1:

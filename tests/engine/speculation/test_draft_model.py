@@ -12,7 +12,6 @@ import torch
 from pdserve.config import Dtype, SchedulerConfig, Speculate
 from pdserve.engine.request import Request, Status
 from pdserve.engine.runner_loading import check_same_vocabulary
-from pdserve.engine.speculation import draft_model
 from pdserve.engine.speculation.draft_model import DraftModel
 from pdserve.engine.speculation.guesses import ModelDrafts
 from pdserve.engine.speculation.speculation import Speculation
@@ -69,7 +68,7 @@ def plain(folder: Path) -> list[Answer]:
 
 def drafting(folder: Path, num_blocks: int = 160, runner: type[ModelRunner] = ModelRunner) -> DraftModel:
     own = runner(folder, read_decoder_config(folder), Dtype.FP32, BLOCK_SIZE, num_blocks, MAX_LEN, TorchKernels())
-    return DraftModel(own, BLOCK_SIZE, num_blocks, MAX_LEN, VOCAB_SIZE)
+    return DraftModel(own, BLOCK_SIZE, num_blocks, MAX_LEN, VOCAB_SIZE, COUNT)
 
 
 @pytest.fixture
@@ -95,7 +94,7 @@ def test_a_draft_model_that_is_the_model_is_always_right(
     folder: Path, plain: list[Answer], always: None, monkeypatch: pytest.MonkeyPatch, at_once: int
 ) -> None:
     """Also where tokens are drawn: its drafts are drawn by the same numbers."""
-    monkeypatch.setattr(draft_model, "READ_AT_ONCE", at_once)
+    monkeypatch.setattr(Speculation, "may_read", lambda self, requests: at_once)
     text_is_not_asked(monkeypatch)
     model = drafting(folder)
     with engine(folder, False, 160, scheduler=AUTO, draft_model=model) as client:
@@ -113,7 +112,7 @@ def test_no_answer_depends_on_a_draft_model(tmp_path: Path, folder: Path, other:
     asked = asked_together()
     plain, _ = answered(served, asked, OFF)
     model = drafting(other)
-    with engine(served, False, 72, scheduler=AUTO, draft_model=model) as client:
+    with engine(served, False, 96, scheduler=AUTO, draft_model=model) as client:
         check_same(list(client.together(asked).values()), plain)
         stats = client.stats_asked_for(1)
     assert stats.scheduler.drafts > 100
@@ -174,16 +173,16 @@ def test_what_is_read_is_read_once_and_wrong_drafts_are_written_over(folder: Pat
 
     model.runner.run = counting  # type: ignore[method-assign,assignment]
     request = made(prompt(20))
-    ((first, *_),) = model.draft([request], COUNT)
+    ((first, *_),) = model.draft([request], COUNT, 99)
     assert counted == [20, 1, 1, 1]
     for more, known in (([first], 1), ([first + 1], 1), ([5, 6, 7], 3), ([8], 1)):
         request.token_ids += [token % VOCAB_SIZE for token in more]
         counted.clear()
-        drafts = model.draft([request], COUNT)
+        drafts = model.draft([request], COUNT, 99)
         assert counted[0] <= known + 1
-        assert drafts == drafting(folder).draft([made(request.token_ids)], COUNT)
+        assert drafts == drafting(folder).draft([made(request.token_ids)], COUNT, 99)
     request.ended = True
-    assert model.draft([], 0) == []
+    assert model.draft([], 0, 0) == []
     assert model.num_free == 160
 
 

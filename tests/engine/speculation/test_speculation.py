@@ -14,7 +14,7 @@ from pdserve.engine.request import Request
 from pdserve.engine.scheduling.batch_plan import REPLAY_ROWS, BatchPlan
 from pdserve.engine.scheduling.request_limits import StopRule
 from pdserve.engine.speculation.guesses import FIRST_RATES, OwnText, PromptText, Rates
-from pdserve.engine.speculation.speculation import LEAST_CHANCE, Speculation
+from pdserve.engine.speculation.speculation import LEAST_CHANCE, LEAST_READ, Speculation
 from pdserve.wire.cache_groups import Keep
 from pdserve.wire.discovery import Role
 from pdserve.wire.sampling_params import SampledToken
@@ -132,6 +132,22 @@ def test_an_answer_is_the_same_in_fewer_steps_if_drafts_are_right(right: int, gr
     assert counts.accepted_drafts == 33 - steps
     assert counts.drafts > 20
     assert all(pool.num_free == len(pool.ids) for pool in bench.blocks.pools)
+
+
+@pytest.mark.parametrize(("target_itl_ms", "most"), [(0.0, 400), (14.0, 160), (8.0, LEAST_READ)])
+def test_a_draft_model_reads_for_about_a_step_and_within_the_target(target_itl_ms: float, most: int) -> None:
+    bench = started(Drafting(target_itl_ms=target_itl_ms, cost=parts(row_s=0.0)))
+    speculation, requests = bench.scheduler.speculation, list(bench.scheduler.live())
+    assert speculation.may_read(requests) == LEAST_READ
+    speculation.drafted_for(4, 0.008)
+    # What it has drafted took 8 ms as well.
+    speculation.drafted_for(4, 0.018, num_read=400)
+    assert speculation.may_read(requests) == most
+    # It is not taken for slow because it has read.
+    speculation.drafted_for(1, 1.0, num_read=40)
+    assert speculation._draft_s == 0.002
+    speculation.drafted_for(4, 0.004, num_read=40)
+    assert speculation._draft_s == 0.001
 
 
 def test_rows_that_do_not_pay_are_not_added() -> None:
