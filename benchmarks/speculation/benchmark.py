@@ -144,7 +144,8 @@ def compared(pair: Pair) -> Row:
     drafts = Drafts.sum(pair.drafts)
     ratios = [ratio for one, other in _streams(pair) if (ratio := _tpot_ratio(one, other)) is not None]
     # Requests that run beside each other share their steps: then a ratio of its own says nothing of a request.
-    tpot = distribution(ratios).p50 if pair.case.clients == 1 else ours.tpot_s.p50 / theirs.tpot_s.p50
+    alone, together = distribution(ratios).p50, ours.tpot_s.p50 / (theirs.tpot_s.p50 or float("nan"))
+    tpot = alone if pair.case.clients == 1 else together
     output = _output_per_s(pair.case, pair.on) / _output_per_s(pair.case, pair.off)
     return Row(RATIOS, pair.case.at, measured(
         Figure(TPOT, tpot, Unit.RATIO, Better.LOWER),

@@ -23,7 +23,7 @@ def write_plot(report: Report, path: Path) -> None:
             rows = [
                 row
                 for row in report.rows_of(REQUESTS)
-                if (row.at["prompts"], row.at["temperature"]) == (kind, temperature)
+                if (row.at["prompts"], row.at["temperature"]) == (kind, temperature) and _has_tpot(row)
             ]
             axes.plot(
                 [_accepted_percent(row) for row in rows],
@@ -42,6 +42,11 @@ def write_plot(report: Report, path: Path) -> None:
         figure.savefig(path, format="png", dpi=120)
     except OSError as exc:
         raise BenchError(f"cannot write {path}: {exc.strerror}") from exc
+
+
+def _has_tpot(row: Row) -> bool:
+    """Returns whether a request has one: on a busy machine, a short answer may come in one piece."""
+    return any(figure.name == TPOT for figure in row.figures)
 
 
 def _accepted_percent(row: Row) -> float:
