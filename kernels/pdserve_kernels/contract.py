@@ -106,9 +106,9 @@ class BlockFormat(enum.IntEnum):
     IQ4_XS = 23
     MXFP4 = 39
     FP8 = 1000
-    """An fp32 scale for 128 numbers in e4m3, of which none is NaN."""
+    """An fp32 scale for 128 numbers in e4m3, of which none is NaN. A GPU that multiplies FP8 rounds rows to it, too."""
     FP8_SHORT = 1001
-    """As ``FP8``, with a scale for 32 numbers."""
+    """As ``FP8``, with a scale for 32 numbers, which are multiplied by rows as they are."""
     NVFP4 = 1002
     """An fp32 factor, which all blocks of a row have alike, two scales in e4m3, and 32 numbers in e2m1."""
     Q8_OFFSET = 1003

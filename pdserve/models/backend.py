@@ -41,7 +41,7 @@ def open_backend(device: torch.device, cpu_kernels: Callable[[], Kernels]) -> Ba
         raise ConfigError("a GPU needs Triton: pip install 'pdserve[gpu]', or --device cpu") from exc
     # Triton launches on the current device, wherever its arguments are.
     torch.cuda.set_device(device)
-    kernels = TritonKernels(torch.cuda.get_device_properties(device).multi_processor_count)
+    kernels = TritonKernels.of(device)
     return Backend(device, kernels, kernels, kernels)
 
 

@@ -47,8 +47,11 @@ the memory of a model in `--dtype`. Ranks read their shares; a share that cuts a
 routers and the heads' own products of latent attention. Errors below are the ratios of root mean squares for normally
 distributed weights.
 
-Activations are never rounded as a configuration says, and the KV cache has `--dtype`. Tensors for that (`input_scale`,
-`k_scale`, …) are known by their names and unused.
+GPUs since sm_89 (Ada, Hopper, Blackwell) multiply FP8 by FP8: 128 inputs of a row are rounded together, by a scale of
+their own, whatever scheme the configuration has. That is finer than a scale for each row or for all, and rows are
+rounded alike in steps of any size. Weights whose inputs, or a rank's share of them, are no whole 128s are multiplied
+with inputs as they are. `--weights dequantise` rounds no inputs. Other activations are never rounded, and the KV
+cache has `--dtype`; tensors for that (`input_scale`, `k_scale`, …) are known by their names and unused.
 """
 
 _TABLE = """| family | models | attention | feed-forward part | norms | positions | GGUF | proof |

@@ -19,7 +19,7 @@ from tests.engine.test_tp_ranks import running
 
 def main() -> None:
     folder, name = sys.argv[1:]
-    kernels = TritonKernels(torch.cuda.get_device_properties(0).multi_processor_count)
+    kernels = TritonKernels.of(torch.device("cuda", 0))
     try:
         with running(engine_config(Path(folder), device=Device.CUDA)) as (ranks, runner):
             runner.run([StepRow([7], 0, [0], True)])

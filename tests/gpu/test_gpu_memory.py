@@ -28,7 +28,7 @@ WIDE = SamplingParams(
 def test_the_largest_steps_and_their_sampling_fit_the_workspace(tmp_path: Path) -> None:
     write_random_model(Shape(1024, 14_336, 2, 32, 8, 128, VOCAB), tmp_path)
     decoder = read_decoder_config(tmp_path)
-    kernels = TritonKernels(torch.cuda.get_device_properties(CUDA).multi_processor_count)
+    kernels = TritonKernels.of(CUDA)
     runner = ModelRunner(tmp_path, decoder, Dtype.BF16, 16, 600, TOKENS, kernels, CUDA)
     torch.cuda.synchronize()
     torch.cuda.empty_cache()

@@ -46,7 +46,7 @@ WAITING: list[dict[str, Any]] = [{"temperature": 0.9, "bad_words": ((5, 6),)}]
 
 
 def make_runner(folder: Path, captured: bool) -> ModelRunner:
-    kernels = TritonKernels(torch.cuda.get_device_properties(CUDA).multi_processor_count)
+    kernels = TritonKernels.of(CUDA)
     runner = ModelRunner(
         folder, read_decoder_config(folder), Dtype.FP32, BLOCK_SIZE, NUM_BLOCKS, MAX_LEN, kernels, CUDA
     )

@@ -47,7 +47,7 @@ def test_operations(group: NcclGroup) -> None:
 def test_recorded_steps_of_a_group_are_those_without_one(group: NcclGroup, tmp_path: Path) -> None:
     folder = save_tiny_model("llama", tmp_path / "model")
     config = read_decoder_config(folder)
-    kernels = TritonKernels(torch.cuda.get_device_properties(CUDA).multi_processor_count)
+    kernels = TritonKernels.of(CUDA)
     prompts, tables = [list(range(5, 20)), list(range(30, 37))], [list(range(8)), list(range(8, 16))]
     answers = []
     for tp in (ALONE, group):
@@ -79,7 +79,7 @@ def test_no_step_waits_for_the_gpu_but_in_the_group(
     group: NcclGroup, tmp_path: Path, family: str, request: pytest.FixtureRequest
 ) -> None:
     folder = save_tiny_model(family, tmp_path / "model")
-    kernels = TritonKernels(torch.cuda.get_device_properties(CUDA).multi_processor_count)
+    kernels = TritonKernels.of(CUDA)
     runner = ModelRunner(folder, read_decoder_config(folder), Dtype.FP32, 4, 64, 64, kernels, CUDA, group)
     mixed = [StepRow([5], 0, [0], False), StepRow([7], 6, [1, 2], True), StepRow([1, 2, 3], 3, [3, 4], True, range(2))]
     singles = [StepRow([5], 0, [0], False), StepRow([7], 6, [1, 2], True)]

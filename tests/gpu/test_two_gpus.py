@@ -32,7 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_tokens_are_those_of_one_rank(folder: Path) -> None:
     config = engine_config(folder, device=Device.CUDA)
     alone = load_runner(config, read_decoder_config(folder), (BLOCKS,), 64, ALONE, rank_backend(config, CUDA))
-    kernels = TritonKernels(torch.cuda.get_device_properties(CUDA).multi_processor_count)
+    kernels = TritonKernels.of(CUDA)
     with running(config) as (_, runner):
         prompt = StepRow(PROMPT, 0, range(8), True)
         torch.testing.assert_close(runner.run([prompt]), alone.run([prompt]), rtol=1e-4, atol=1e-3)

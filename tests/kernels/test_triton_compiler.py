@@ -5,8 +5,12 @@ The launches are recorded instead of made, and the recorded launches are compile
 
 from __future__ import annotations
 
+import re
+import subprocess
+import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -52,6 +56,7 @@ POINTERS = {
     torch.int32: "*i32",
     torch.int8: "*i8",
     torch.uint8: "*u8",
+    torch.float8_e4m3fn: "*fp8e4nv",
 }
 SCALARS = {int: "i32", float: "fp32"}
 
@@ -70,10 +75,10 @@ class Launch:
         found = {param.name: self.arguments[param.name] for param in self.kernel.params if param.is_constexpr}
         return found | {name: None for name, value in self.arguments.items() if value is None}
 
-    def build(self) -> Any:
+    def build(self, capability: int = HOPPER) -> Any:
         """Compiles the kernel to machine code."""
         options = {**self.options, "enable_fp_fusion": True}
-        return triton.compile(self._source(), target=_target(HOPPER), options=options)
+        return triton.compile(self._source(), target=_target(capability), options=options)
 
     def shared_memory(self, capability: int) -> int:
         """Returns the bytes that a program needs. Machine code is not made, which takes most of the time."""
@@ -296,7 +301,9 @@ def test_programs_fit_the_shared_memory_of_each_kind_of_gpu(
     assert len(needs) == 8
 
 
-def launch_experts(form: ExpertsForm, rows: int, *, biased: bool, kind: BlockFormat | None = None) -> None:
+def launch_experts(
+    form: ExpertsForm, rows: int, *, biased: bool, kind: BlockFormat | None = None, capability: int = HOPPER
+) -> None:
     """Launches what a step does with experts. No numbers of these tensors can be read, so nothing waits for them."""
     meta = torch.device("meta")
 
@@ -312,7 +319,7 @@ def launch_experts(form: ExpertsForm, rows: int, *, biased: bool, kind: BlockFor
     own = ExpertWeights((weight(inner, form.hidden),), weight(form.hidden, form.channels), bias)
     x = torch.empty(rows, form.hidden, dtype=form.dtype, device=meta)
     logits = torch.empty(rows, form.count, dtype=torch.float32, device=meta)
-    TritonKernels(PROCESSORS).experts(form, [own] * form.count)(x, logits, None if biased else x)
+    kernels_of(capability).experts(form, [own] * form.count)(x, logits, None if biased else x)
 
 
 MOE_30B = ExpertsForm(128, 2048, 768, torch.bfloat16, Routing(8, normalised=True), Activation.SILU, gated=True)
@@ -399,11 +406,21 @@ def test_experts_fit_the_shared_memory_of_each_kind_of_gpu(
         assert {"_packed_inner_kernel", "_packed_outer_kernel"} <= fitting
 
 
-def block_linear(kind: BlockFormat, outputs: int = 4096, inputs: int = 4096) -> TritonBlockLinear:
+def kernels_of(capability: int) -> TritonKernels:
+    """Returns the set that a GPU of this compute capability gets."""
+    with pytest.MonkeyPatch.context() as patch:
+        found = SimpleNamespace(multi_processor_count=PROCESSORS, major=capability // 10, minor=capability % 10)
+        patch.setattr(torch.cuda, "get_device_properties", lambda _: found)
+        return TritonKernels.of(torch.device("cuda"))
+
+
+def block_linear(
+    kind: BlockFormat, outputs: int = 4096, inputs: int = 4096, capability: int = HOPPER
+) -> TritonBlockLinear:
     """Returns a product whose weight has no memory."""
     row = inputs // kind.elements * kind.block_bytes
     blocks = torch.empty(outputs, row, dtype=torch.uint8, device="meta")
-    return TritonKernels(PROCESSORS).block_linear(BlockWeight(kind, blocks))
+    return kernels_of(capability).block_linear(BlockWeight(kind, blocks))
 
 
 @pytest.mark.parametrize(
@@ -452,6 +469,78 @@ def test_packed_products_fit_the_shared_memory_of_each_kind_of_gpu(
     for rows in (1, 200):
         linear(torch.empty(rows, 4096, dtype=torch.bfloat16, device="meta"))
     assert fitting == {"_block_product_kernel", "_sum_parts_kernel"}
+
+
+FP8_INSTRUCTIONS = {
+    89: r"mma\.sync\.aligned\.m16n8k32\S*\.f32\.e4m3\.e4m3",
+    90: r"wgmma\.mma_async\.sync\.aligned\.m64n\d+k32\.f32\.e4m3\.e4m3",
+    100: r"tcgen05\.mma\.cta_group::1\.kind::f8f6f4",
+    120: r"mma\.sync\.aligned\.m16n8k32\S*\.f32\.e4m3\.e4m3",
+}
+"""The instructions that multiply FP8, by the compute capability."""
+MOST_STACK = 192
+"""The bytes of numbers that a thread may keep out of its registers."""
+
+
+def in_fp8(launches: list[Launch], capability: int) -> set[str]:
+    """Builds the launches for a GPU, which has to have room for them, and returns those that multiply FP8 there."""
+    found = set()
+    for launch in launches:
+        kernel = launch.build(capability)
+        assert kernel.metadata.shared <= SHARED_MEMORY[capability] * 1024
+        assert stack_bytes(kernel) <= MOST_STACK
+        if re.search(FP8_INSTRUCTIONS[capability], kernel.asm["ptx"]):
+            found.add(launch.kernel.__name__)
+    return found
+
+
+def stack_bytes(kernel: Any) -> int:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        tool = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+        said = subprocess.run(tool, capture_output=True, text=True, check=True)
+    return max(int(size) for size in re.findall(r"STACK:(\d+)", said.stdout + said.stderr))
+
+
+@pytest.mark.parametrize(
+    ("capability", "rows"),
+    [
+        (HOPPER, 1000),
+        *(
+            pytest.param(capability, rows, marks=pytest.mark.nightly)
+            for capability in FP8_INSTRUCTIONS
+            for rows in (1, 64, 1000)
+            if (capability, rows) != (HOPPER, 1000)
+        ),
+    ],
+)
+def test_products_in_fp8(launches: list[Launch], capability: int, rows: int) -> None:
+    linear = block_linear(BlockFormat.FP8, capability=capability)
+    linear(torch.empty(rows, 4096, dtype=torch.bfloat16, device="meta"))
+    assert in_fp8(launches, capability) == {"_fp8_product_kernel"}
+    rest = {"_round_kernel"} if rows > 16 else set()
+    rest |= {"_sum_parts_kernel"} if rows <= 64 else set()
+    assert {launch.kernel.__name__ for launch in launches} == {"_fp8_product_kernel"} | rest
+
+
+@pytest.mark.parametrize(
+    ("capability", "rows"),
+    [
+        (120, 4096),
+        *(pytest.param(capability, 1, marks=pytest.mark.nightly) for capability in FP8_INSTRUCTIONS),
+        *(pytest.param(capability, 4096, marks=pytest.mark.nightly) for capability in (89, 90, 100)),
+    ],
+)
+def test_experts_in_fp8(launches: list[Launch], capability: int, rows: int) -> None:
+    launch_experts(DEEPSEEK, rows, biased=False, kind=BlockFormat.FP8, capability=capability)
+    assert in_fp8(launches, capability) == {"_packed_inner_kernel", "_packed_outer_kernel"}
+
+
+def test_a_gpu_without_cores_for_fp8_multiplies_weights_in_fp8_with_rows_as_they_are(launches: list[Launch]) -> None:
+    linear = block_linear(BlockFormat.FP8, capability=80)
+    linear(torch.empty(64, 4096, dtype=torch.bfloat16, device="meta"))
+    assert {launch.kernel.__name__ for launch in launches} == {"_block_product_kernel", "_sum_parts_kernel"}
 
 
 def test_a_launch_that_fits_nowhere_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

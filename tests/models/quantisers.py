@@ -218,8 +218,8 @@ class Format:
     """Whether the embedding is quantised, too."""
 
 
-def _compressed(form: str, **weights: Any) -> dict[str, Any]:
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": None}
+def _compressed(form: str, inputs: Mapping[str, Any] | None = None, **weights: Any) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
     said = {"quant_method": "compressed-tensors", "format": form, "ignore": ["lm_head"], "config_groups": {"0": group}}
     return {"quantization_config": said}
 
@@ -228,12 +228,15 @@ def _said(method: str, **settings: Any) -> dict[str, Any]:
     return {"quantization_config": {"quant_method": method, **settings}}
 
 
+_TOKENS = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
 _DYNAMIC = {"activation_scheme": "dynamic", "modules_to_not_convert": ["lm_head"]}
 FORMATS: dict[str, Format] = {
     "fp8-blocks": Format(fp8_blocks, _said("fp8", weight_block_size=[128, 128], fmt="e4m3", **_DYNAMIC), "Q8_0"),
     "fp8-static": Format(fp8_whole, _said("fp8", activation_scheme="static"), "Q8_0"),
     "fbgemm": Format(fp8_outputs, _said("fbgemm_fp8", activation_scale_ub=1200.0), "Q8_0"),
-    "ct-fp8": Format(fp8_outputs, _compressed("float-quantized", num_bits=8, type="float", strategy="channel"), "Q8_0"),
+    "ct-fp8": Format(
+        fp8_outputs, _compressed("float-quantized", _TOKENS, num_bits=8, type="float", strategy="channel"), "Q8_0"
+    ),
     "modelopt-fp8": Format(fp8_whole, _said("modelopt", quant_algo="FP8", ignore=["lm_head"]), "Q8_0"),
     "awq": Format(awq(64), _said("awq", bits=4, group_size=64, zero_point=True, version="gemm"), "Q4_1"),
     "gptq": Format(gptq(4, 32), _said("gptq", bits=4, group_size=32, sym=True, desc_act=False), "Q4_0"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from pdserve.models.checkpoint.weights import ALL, Checkpoint, block_formats, st
 from pdserve.models.parts.projections import Building
 from pdserve.models.runner import StepRow
 from pdserve.settings import cache_folder
-from pdserve_kernels.contract import BLOCK_FORMATS, BlockWeight
+from pdserve_kernels.contract import BLOCK_FORMATS, BlockFormat, BlockWeight
 from pdserve_kernels.cpu.compiled_kernels import CompiledKernels
 from tests.kernels.random_blocks import dequantised
 from tests.models.greedy import small_runner
@@ -131,6 +132,21 @@ def test_a_gpu_has_the_numbers_of_the_format(each: tuple[str, Folders]) -> None:
             assert weight is not None, name
             assert weight.format not in BLOCK_FORMATS
             torch.testing.assert_close(dequantised(weight), numbers, rtol=1e-6, atol=1e-7)
+
+
+def test_weights_alone_in_fp8_are_no_blocks_that_a_gpu_multiplies_in_fp8(tiny: Path, tmp_path: Path) -> None:
+    """The file says whether inputs are rounded. A share that cuts a scale is multiplied by inputs as they are."""
+    narrow, _ = folders(tiny, tmp_path, "ct-fp8")
+
+    def kinds() -> list[BlockFormat]:
+        found = (files_of(narrow).read_blocks(DOWN, ALL, part, on_gpu=True) for part in (slice(0, 128), slice(0, 96)))
+        return [weight.format for weight in found if weight is not None]
+
+    assert kinds() == [BlockFormat.FP8, BlockFormat.FP8_SHORT]
+    said = json.loads((narrow / "config.json").read_text())
+    said["quantization_config"]["config_groups"]["0"]["input_activations"] = None
+    (narrow / "config.json").write_text(json.dumps(said))
+    assert kinds() == [BlockFormat.FP8_SHORT] * 2
 
 
 def test_fp8_that_is_not_a_number_leaves_a_weight_dequantised(tiny: Path, tmp_path: Path) -> None:

@@ -250,6 +250,12 @@ def widened(
     return out
 
 
+def add_parts(parts: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+    """Writes the sum of parts, fp32 ``[parts, rows, outputs]``, in their order, and of the bias, if there is one."""
+    grid = (triton.cdiv(out.numel(), SUMMED),)
+    _sum_parts_kernel[grid](parts, bias, out, out.numel(), out.shape[1], len(parts), SUMMED)
+
+
 class TritonBlockLinear:
     """Satisfies ``contract.BlockLinear``. Nothing waits for the device, so a graph may record it."""
 
@@ -263,10 +269,7 @@ class TritonBlockLinear:
         return self._weight.nbytes
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        weight, rows = self._weight, len(x)
-        if x.dim() != 2 or x.shape[1] != weight.inputs:
-            raise ValueError(f"a linear layer of {weight.inputs} inputs was given {tuple(x.shape)}")
-        x = x.contiguous()
+        x, weight, rows = self.checked(x), self._weight, len(x)
         if rows > FROM_LIBRARY:
             return self._by_library(x)
         out = torch.empty((rows, weight.outputs), dtype=x.dtype, device=x.device)
@@ -275,7 +278,9 @@ class TritonBlockLinear:
         tall = next((each for each in ROWS if each >= rows), ROWS[-1])
         columns = COLUMNS if tall < ROWS[-1] else 2 * COLUMNS
         tile = tile_inputs(weight.form, tall)
-        parts, each = self._parts(rows, triton.cdiv(weight.outputs, columns), tile)
+        parts, each = (1, weight.inputs)
+        if rows <= FEW_ROWS:
+            parts, each = self._parts(triton.cdiv(weight.outputs, columns), tile)
         to: Any = out
         if parts > 1:
             to = torch.empty((parts, *out.shape), dtype=torch.float32, device=x.device)
@@ -289,23 +294,23 @@ class TritonBlockLinear:
             least=weight.form.tile,
         )
         if parts > 1:
-            grid = (triton.cdiv(out.numel(), SUMMED),)
-            _sum_parts_kernel[grid](to, self._bias, out, out.numel(), weight.outputs, parts, SUMMED)
+            add_parts(to, self._bias, out)
         return out
+
+    def checked(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns rows, contiguous. Raises ValueError if they are not those of this weight."""
+        if x.dim() != 2 or x.shape[1] != self._weight.inputs:
+            raise ValueError(f"a linear layer of {self._weight.inputs} inputs was given {tuple(x.shape)}")
+        return x.contiguous()
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         """See ``contract.BlockLinear``. Nobody checks the numbers, because nobody waits for them."""
         return widened(self._weight, self._dtype, ids=ids.contiguous())
 
-    def _parts(self, rows: int, programs: int, tile: int) -> tuple[int, int]:
+    def _parts(self, programs: int, tile: int) -> tuple[int, int]:
         """Returns into how many parts the inputs are cut, and how many inputs each has."""
         inputs, parts = self._weight.inputs, 1
-        while (
-            rows <= FEW_ROWS
-            and parts < MOST_PARTS
-            and programs * parts < 2 * self._processors
-            and inputs >= 4 * tile * parts
-        ):
+        while parts < MOST_PARTS and programs * parts < 2 * self._processors and inputs >= 4 * tile * parts:
             parts *= 2
         # A part begins where a turn begins, so that it has whole bytes of codes.
         each = triton.cdiv(triton.cdiv(inputs, parts), tile) * tile

@@ -21,6 +21,7 @@ from pdserve_kernels.contract import BlockFormat, BlockWeight, ExpertsForm, Expe
 from pdserve_kernels.feed_forward import CLAMPED_AT, CLAMPED_SLOPE, Activation, GroupScore, Routing, Scoring
 from pdserve_kernels.triton.block_ops import add_products, form_constants, tile_inputs, widened
 from pdserve_kernels.triton.block_packing import PackedWeight, empty_packed, fill, packed
+from pdserve_kernels.triton.fp8_products import GROUP, fp8_products, fp8_tensors, in_fp8, rounded_for
 from pdserve_kernels.triton.paged_attention import launch_fitting
 from pdserve_kernels.triton.token_ops import sigmoid
 
@@ -251,13 +252,16 @@ def _inner_kernel(
 
 @triton.jit
 def _packed_inner_kernel(
-    x, codes, upper, scales, offsets, wide, wide_offsets, bias, factors, order, tiles, out,
-    codes_each, upper_each, scales_each, wide_each, gates, inputs, channels, ups,
-    CHOSEN: tl.constexpr, GATED: tl.constexpr, WEIGHED: tl.constexpr, ACTIVATION: tl.constexpr,
+    x, sizes, codes, upper, scales, offsets, wide, wide_offsets, bias, factors, order, tiles, out,
+    apart, codes_each, upper_each, scales_each, wide_each, gates, inputs, channels, ups,
+    IN_FP8: tl.constexpr, CHOSEN: tl.constexpr, GATED: tl.constexpr, WEIGHED: tl.constexpr, ACTIVATION: tl.constexpr,
     BITS: tl.constexpr, NUMBERS: tl.constexpr, ZERO: tl.constexpr, GROUP: tl.constexpr, WIDE: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """As ``_inner_kernel``. ``gates`` outputs of an expert stand in front of its ``ups``."""
+    """As ``_inner_kernel``. ``gates`` outputs of an expert stand in front of its ``ups``.
+
+    ``sizes``, which lie ``apart``, are those of ``fp8_products``.
+    """
     tile = tiles + 3 * tl.program_id(1)
     expert = tl.load(tile).to(tl.int64)
     if expert >= 0:
@@ -267,7 +271,8 @@ def _packed_inner_kernel(
         column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
         wanted = column < channels
         outputs = gates + ups
-        given = x + (assigned // CHOSEN).to(tl.int64) * inputs
+        row = assigned // CHOSEN
+        given = x + row.to(tl.int64) * inputs
         factor = tl.load(factors + assigned, mask=there, other=0.0)
         codes += expert * codes_each
         scales += expert * scales_each
@@ -280,17 +285,31 @@ def _packed_inner_kernel(
         if wide_offsets is not None:
             wide_offsets += expert * wide_each
         gate, up = tl.zeros((COLUMNS, ROWS), tl.float32), tl.zeros((COLUMNS, ROWS), tl.float32)
-        if GATED:
-            gate = add_products(
-                gate, given, there, factor, 0, inputs, inputs, column, wanted, outputs,
+        if IN_FP8:
+            if GATED:
+                gate = fp8_products(
+                    x, sizes, row, there, apart, 0, inputs, 0, column, wanted, inputs, outputs, codes, scales,
+                    False, ROWS, COLUMNS,
+                )  # fmt: skip
+            up = fp8_products(
+                x, sizes, row, there, apart, 0, inputs, 0, column + gates, wanted, inputs, outputs, codes, scales,
+                False, ROWS, COLUMNS,
+            )  # fmt: skip
+            if WEIGHED:
+                gate *= factor[None, :]
+                up *= factor[None, :]
+        else:
+            if GATED:
+                gate = add_products(
+                    gate, given, there, factor, 0, inputs, inputs, column, wanted, outputs,
+                    codes, upper, scales, offsets, wide, wide_offsets,
+                    WEIGHED, BITS, NUMBERS, ZERO, GROUP, WIDE, TILE,
+                )  # fmt: skip
+            up = add_products(
+                up, given, there, factor, 0, inputs, inputs, column + gates, wanted, outputs,
                 codes, upper, scales, offsets, wide, wide_offsets,
                 WEIGHED, BITS, NUMBERS, ZERO, GROUP, WIDE, TILE,
             )  # fmt: skip
-        up = add_products(
-            up, given, there, factor, 0, inputs, inputs, column + gates, wanted, outputs,
-            codes, upper, scales, offsets, wide, wide_offsets,
-            WEIGHED, BITS, NUMBERS, ZERO, GROUP, WIDE, TILE,
-        )  # fmt: skip
         if bias is not None:
             own = bias + expert * outputs + column
             if GATED:
@@ -303,9 +322,9 @@ def _packed_inner_kernel(
 
 @triton.jit
 def _packed_outer_kernel(
-    middle, codes, upper, scales, offsets, wide, wide_offsets, bias, factors, order, tiles, out,
-    codes_each, upper_each, scales_each, wide_each, inputs, outputs,
-    WEIGHED: tl.constexpr,
+    middle, sizes, codes, upper, scales, offsets, wide, wide_offsets, bias, factors, order, tiles, out,
+    apart, codes_each, upper_each, scales_each, wide_each, inputs, outputs,
+    IN_FP8: tl.constexpr, WEIGHED: tl.constexpr,
     BITS: tl.constexpr, NUMBERS: tl.constexpr, ZERO: tl.constexpr, GROUP: tl.constexpr, WIDE: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
@@ -327,11 +346,18 @@ def _packed_outer_kernel(
             wide += expert * wide_each
         if wide_offsets is not None:
             wide_offsets += expert * wide_each
-        total = add_products(
-            tl.zeros((COLUMNS, ROWS), tl.float32), middle + place.to(tl.int64) * inputs, there, 0.0, 0, inputs,
-            inputs, column, wanted, outputs, codes, upper, scales, offsets, wide, wide_offsets,
-            False, BITS, NUMBERS, ZERO, GROUP, WIDE, TILE,
-        )  # fmt: skip
+        if IN_FP8:
+            # What is not there has the scales of the first row: scales are read of all.
+            total = fp8_products(
+                middle, sizes, tl.where(there, place, 0), there, apart, 0, inputs, 0, column, wanted, inputs, outputs,
+                codes, scales, False, ROWS, COLUMNS,
+            )  # fmt: skip
+        else:
+            total = add_products(
+                tl.zeros((COLUMNS, ROWS), tl.float32), middle + place.to(tl.int64) * inputs, there, 0.0, 0, inputs,
+                inputs, column, wanted, outputs, codes, upper, scales, offsets, wide, wide_offsets,
+                False, BITS, NUMBERS, ZERO, GROUP, WIDE, TILE,
+            )  # fmt: skip
         if bias is not None:
             total += tl.load(bias + expert * outputs + column, mask=wanted, other=0.0).to(tl.float32)[:, None]
         if not WEIGHED:
@@ -490,10 +516,13 @@ class _Stack:
 class TritonExperts:
     """Satisfies ``contract.Experts``. The weights of all experts lie behind each other."""
 
-    def __init__(self, form: ExpertsForm, weights: Iterable[ExpertWeights]) -> None:
-        """Reads the weights. Raises ValueError if the rule cannot choose among them."""
+    def __init__(self, form: ExpertsForm, weights: Iterable[ExpertWeights], *, fp8: bool = False) -> None:
+        """Reads the weights. ``fp8`` says that the GPU multiplies FP8.
+
+        Raises ValueError if the rule cannot choose among them.
+        """
         form.routing.check(form.count)
-        self._form = form
+        self._form, self._fp8 = form, fp8
         self._correction, self._factors = (None if each is None else each.float() for each in _numbers(form))
         biases: list[tuple[torch.Tensor | None, torch.Tensor | None]] = []
         self._inner = _Stack(len(form.own), (2 if form.gated else 1) * form.channels, form.hidden)
@@ -505,6 +534,12 @@ class TritonExperts:
         if len(biases) != len(form.own):
             raise ValueError(f"{len(form.own)} experts are wanted, and there are {len(biases)}")
         self._inner_bias, self._down_bias = (_stacked(found) for found in zip(*biases, strict=True))
+
+    @property
+    def rounds(self) -> bool:
+        """Whether inputs of products are rounded to FP8."""
+        found = [each.packed for each in (self._inner, self._down) if each.packed is not None]
+        return self._fp8 and any(map(in_fp8, found))
 
     @property
     def nbytes(self) -> int:
@@ -551,16 +586,16 @@ class TritonExperts:
                 _warps(by_expert.rows),
             )
             return
-        own = stack.packed.form
+        given = self._given(x, stack.packed, by_expert.rows)
         gates = form.channels if form.gated else 0
         launch_fitting(
             _packed_inner_kernel,
             grid,
-            (x, *stack.packed.tensors, *extra, *_apart(stack.packed), gates, form.hidden, form.channels, form.channels),
-            (*rule, *form_constants(own), by_expert.rows, columns, tile_inputs(own, by_expert.rows)),
+            (*given.tensors, *extra, *given.apart, gates, form.hidden, form.channels, form.channels),
+            (given.in_fp8, *rule, *form_constants(stack.packed.form), by_expert.rows, columns, given.tile),
             STAGES,
             _warps(by_expert.rows),
-            least=own.tile,
+            least=given.least,
         )
 
     def _multiply_down(
@@ -580,22 +615,48 @@ class TritonExperts:
                 _warps(by_expert.rows),
             )
             return
-        own = stack.packed.form
+        given = self._given(middle, stack.packed, by_expert.rows)
         launch_fitting(
             _packed_outer_kernel,
             grid,
-            (middle, *stack.packed.tensors, *extra, *_apart(stack.packed), form.channels, form.hidden),
+            (*given.tensors, *extra, *given.apart, form.channels, form.hidden),
             (
+                given.in_fp8,
                 form.weighs_inputs,
-                *form_constants(own),
+                *form_constants(stack.packed.form),
                 by_expert.rows,
                 columns,
-                tile_inputs(own, by_expert.rows),
+                given.tile,
             ),
             STAGES,
             _warps(by_expert.rows),
-            least=own.tile,
+            least=given.least,
         )
+
+    def _given(self, x: torch.Tensor, weight: PackedWeight, tall: int) -> _Given:
+        """Returns rows as tiles of ``tall`` rows take them, and the weight with which they are multiplied."""
+        if not (self._fp8 and in_fp8(weight)):
+            tile = tile_inputs(weight.form, tall)
+            return _Given((x, None, *weight.tensors), (0, *_apart(weight)), False, tile, weight.form.tile)
+        numbers, sizes = rounded_for(x, tall)
+        codes, scales = fp8_tensors(weight)
+        tensors = (numbers, sizes, codes, None, scales, None, None, None)
+        apart = 0 if sizes is None else sizes.stride(0)
+        return _Given(tensors, (apart, *_apart(weight)), True, GROUP, GROUP)
+
+
+@dataclass(frozen=True, slots=True)
+class _Given:
+    """What kernels for packed weights are given."""
+
+    tensors: tuple[torch.Tensor | None, ...]
+    """The rows, their scales, and those of the weight."""
+    apart: tuple[int, ...]
+    """How far the scales of rows, and the tensors of an expert, lie behind those before."""
+    in_fp8: bool
+    tile: int
+    """The inputs that a program takes in each turn, and the least that it can take."""
+    least: int
 
 
 def _warps(rows: int) -> int:

@@ -15,6 +15,7 @@ from pdserve_kernels import reference
 from pdserve_kernels.contract import (
     Attention,
     AttentionRow,
+    BlockFormat,
     BlockWeight,
     DecodeTables,
     ExpertsForm,
@@ -31,6 +32,7 @@ from pdserve_kernels.triton.attention_plan import SpanTables, plan_step
 from pdserve_kernels.triton.block_ops import TritonBlockLinear
 from pdserve_kernels.triton.cache_ops import kv_write, store_projected
 from pdserve_kernels.triton.expert_ops import TritonExperts
+from pdserve_kernels.triton.fp8_products import LEAST_CAPABILITY, TritonFp8Linear
 from pdserve_kernels.triton.paged_attention import (
     decode_attention,
     decode_splits,
@@ -142,7 +144,6 @@ class TritonAttention:
 class TritonKernels:
     """Satisfies ``contract.GraphKernels`` and ``contract.BlockKernels``."""
 
-    name = "triton"
     on_gpu = True
     rms_norm = staticmethod(rms_norm)
     add_rms_norm = staticmethod(add_rms_norm)
@@ -159,21 +160,40 @@ class TritonKernels:
             return reference.activated(inner, activation, gated=gated)
         return known(inner.flatten(0, -2)).view(*inner.shape[:-1], -1)
 
-    def __init__(self, processors: int) -> None:
-        """Makes the set for a GPU with ``processors`` streaming multiprocessors, which a launch should fill."""
-        self._processors = processors
+    def __init__(self, processors: int, *, fp8: bool = False) -> None:
+        """Makes the set for a GPU with ``processors`` streaming multiprocessors, which a launch should fill.
+
+        ``fp8`` says that its tensor cores multiply FP8.
+        """
+        self._processors, self._fp8, self._rounds = processors, fp8, False
+
+    @classmethod
+    def of(cls, device: torch.device) -> TritonKernels:
+        """Returns the set for a GPU."""
+        found = torch.cuda.get_device_properties(device)
+        return cls(found.multi_processor_count, fp8=(found.major, found.minor) >= LEAST_CAPABILITY)
+
+    @property
+    def name(self) -> str:
+        """See ``contract.Kernels``. Where inputs are rounded to FP8 for a weight, it says so."""
+        return "triton fp8" if self._rounds else "triton"
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
         return functools.partial(F.linear, weight=weight, bias=bias)
 
     def block_linear(self, weight: BlockWeight, bias: torch.Tensor | None = None) -> TritonBlockLinear:
+        if self._fp8 and weight.format is BlockFormat.FP8:
+            self._rounds = True
+            return TritonFp8Linear(weight, bias, self._processors)
         return TritonBlockLinear(weight, bias, self._processors)
 
     def head_linear(self, weight: torch.Tensor) -> HeadLinear:
         return reference.HeadLinear(weight)
 
     def experts(self, form: ExpertsForm, weights: Iterable[ExpertWeights]) -> TritonExperts:
-        return TritonExperts(form, weights)
+        found = TritonExperts(form, weights, fp8=self._fp8)
+        self._rounds |= found.rounds
+        return found
 
     def plan_attention(
         self,

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import strategies as st
+
+from pdserve_kernels.triton.fp8_products import LEAST_CAPABILITY
 
 CPU = torch.device("cpu")
 DEVICE = torch.device("cuda") if torch.cuda.is_available() else CPU
@@ -11,6 +14,9 @@ DTYPES = st.sampled_from([torch.float32, torch.float16, torch.bfloat16])
 PRODUCT_DTYPES = st.sampled_from(
     # The interpreter multiplies the bits of bf16 matrices as if they were integers.
     [torch.float32, torch.float16, *([torch.bfloat16] if DEVICE.type == "cuda" else [])]
+)
+NEEDS_FP8 = pytest.mark.skipif(
+    DEVICE.type == "cuda" and torch.cuda.get_device_capability() < LEAST_CAPABILITY, reason="this GPU multiplies no FP8"
 )
 SEEDS = st.integers(0, 2**32 - 1)
 

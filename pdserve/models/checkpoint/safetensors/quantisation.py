@@ -31,6 +31,7 @@ class Form(enum.Enum):
 
     FP8_BLOCKS = "FP8 (e4m3), a scale for each block of rows and columns"
     FP8 = "FP8 (e4m3), a scale for each output, or one for all"
+    FP8_WEIGHTS = "FP8 (e4m3) for weights alone: compressed-tensors without `input_activations`"
     INT4 = "4 bits, symmetric, groups of whole 32 inputs"
     INT4_OFFSET = "4 bits with an offset, groups of whole 32 inputs"
     INT4_SCATTERED = "4 bits, groups of other inputs: act-order, or fewer than 32"
@@ -70,10 +71,12 @@ def _alike(blocks: str, bits: float, why: str) -> ByDevice:
 
 _SAME = "the same numbers"
 _ROUNDED = "rounded: adds 0.5% (RMS) to the format's own {own}; a tensor to which it adds 1% is dequantised"
-_FP8 = ByDevice(Becomes("Q8_0", 8.5, _ROUNDED.format(own="2.6%")), Becomes("FP8", 8.25, _SAME))
+_FP8_ON_CPU = Becomes("Q8_0", 8.5, _ROUNDED.format(own="2.6%"))
+_FP8 = ByDevice(_FP8_ON_CPU, Becomes("FP8", 8.25, f"{_SAME}; since sm_89, inputs are rounded to FP8, too: adds 2.6%"))
 FORMS: Mapping[Form, ByDevice] = {
     Form.FP8_BLOCKS: _FP8,
     Form.FP8: _FP8,
+    Form.FP8_WEIGHTS: ByDevice(_FP8_ON_CPU, Becomes("FP8_SHORT", 9.0, f"{_SAME}; inputs are never rounded")),
     Form.INT4: _alike("Q4_0", 4.5, _SAME),
     Form.INT4_OFFSET: _alike("Q4_1", 5.0, "the same to a sixteenth of a step"),
     Form.INT4_SCATTERED: _alike("Q8_0", 8.5, _ROUNDED.format(own="9%")),
@@ -144,6 +147,8 @@ class Quantisation:
     """The schemes of modules that have one of their own, or None for those that are not quantised (MLX)."""
     ignored: tuple[str, ...] = ()
     """Patterns of modules that are not quantised."""
+    rounds_inputs: bool = True
+    """Whether the inputs of weights in FP8 are meant to be rounded to FP8."""
 
     def scheme_of(self, module: str) -> Scheme:
         """Returns the scheme of a module where a folder has one for all but some."""
@@ -341,6 +346,7 @@ class _CompressedWeights(msgspec.Struct):
 
 class _CompressedGroup(msgspec.Struct):
     weights: _CompressedWeights | None = None
+    input_activations: dict[str, object] | None = None
     format: str | None = None
 
 
@@ -389,8 +395,16 @@ def _compressed(file: str, settings: dict[str, object]) -> Quantisation:
         schemes.append(Scheme(weights.type, weights.num_bits, group, ordered, not weights.symmetric))
     if not schemes:
         raise ModelError("it does not say how weights are (config_groups)")
-    ignored = tuple(found.ignore or ())
-    return Quantisation("compressed-tensors", file, tuple(dict.fromkeys(schemes)), block, ignored=ignored)
+    groups = [group for group in found.config_groups.values() if group.weights and group.weights.type == "float"]
+    return Quantisation(
+        "compressed-tensors",
+        file,
+        tuple(dict.fromkeys(schemes)),
+        block,
+        ignored=tuple(found.ignore or ()),
+        # One answer for all weights, because groups are told apart by their forms alone.
+        rounds_inputs=all(group.input_activations for group in groups if group.weights and group.weights.num_bits == 8),
+    )
 
 
 class _Modelopt(msgspec.Struct):

@@ -174,6 +174,8 @@ def _of_bytes(name: str, tensors: Tensors, quantisation: Quantisation) -> Quanti
     if zeros and tensors[zeros].shape != tensors[names[0]].shape:
         raise _misfit(zeros, tensors[zeros], f"the scales have {list(tensors[names[0]].shape)}")
     form = Form.FP8_BLOCKS if grid[0] not in (1, tensor.shape[0]) else Form.FP8
+    if not quantisation.rounds_inputs:
+        form = Form.FP8_WEIGHTS
     if tensor.form != FP8:
         form = Form.INT8_OFFSET if zeros or not _whole_blocks(grid[1], tensor.shape[1]) else Form.INT8
     return _sized(QuantisedTensor(form, Packing.PLAIN, tensor.shape, name, names[0], grid, 0, zeros=zeros), tensors)
