@@ -17,15 +17,16 @@ from transformers import AutoModelForCausalLM
 from pdserve.bench.engine import benchmark
 from pdserve.bench.engine.benchmark import FakeDrafter
 from pdserve.bench.engine.lent_core_rows import Neighbour, lent_core_rows
-from pdserve.bench.engine.parts import Product, attention_s, products_of
+from pdserve.bench.engine.parts import ExpertLayer, Product, attention_s, products_of
 from pdserve.bench.engine.subject import Drafting, Shape, Steps, Stored, open_subject, write_random_model
 from pdserve.bench.report import Unit, changes, read_report, to_json
 from pdserve.config import Device, Dtype, ModelConfig, Switch
 from pdserve.config.bench import BenchEngineConfig, EngineBenchConfig
 from pdserve.errors import BenchError, ConfigError
+from pdserve.models.backend import Backend
 from pdserve.models.checkpoint.config_reading import read_family_config
 from pdserve.models.checkpoint.weights import Checkpoint
-from pdserve.models.recipe import ExpertsRecipe
+from pdserve.models.recipe import ExpertsRecipe, MlpRecipe
 from pdserve.settings import cache_folder
 from pdserve_kernels.contract import BlockFormat
 from pdserve_kernels.cpu.compiled_kernels import CompiledKernels
@@ -134,6 +135,15 @@ def test_experts_have_rows_with_the_bytes_that_are_touched(tmp_path: Path) -> No
     decode, *_ = [row.figure("bytes").value for row in rows if row.what == "roofline"]
     others = products_of(subject.config, {}).nbytes(torch.bfloat16) + subject.kv_bytes(41)
     assert decode == pytest.approx(single + others / 2**20)
+
+
+def test_experts_are_measured_without_a_model() -> None:
+    layer = ExpertLayer(ExpertsRecipe(8, 2, MlpRecipe(16)), (Product(16, 32), Product(16, 32)), Product(32, 16))
+    config, backend = BenchEngineConfig(engine=SMALL), Backend(torch.device("cpu"), TorchKernels(), None)
+    rows = list(benchmark.experts_rows(config, "tiny", layer, 3, (1, 40), backend))
+    assert [row.at for row in rows] == [{"model": "tiny", "batch": 1}, {"model": "tiny", "batch": 40}]
+    assert rows[0].figure("bytes of those touched").value == 3 * 2 * 3 * 16 * 32 * 2 / 2**20
+    assert all(row.figure("rate : matrix product").value > 0 for row in rows)
 
 
 def test_weights_in_blocks_count_as_they_are(tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ class Target:
 
 
 PACKED = ("16 layers 8B-shaped in 4 bits", "16 layers 8B-shaped in FP8")
+EXPERTS = "DeepSeek-V3's experts in FP8"
 TARGETS = (
     Target(
         "decode attention, share of the copy bandwidth",
@@ -95,6 +96,25 @@ TARGETS = (
             Better.HIGHER,
         )
         for model in PACKED
+    ),
+    *(
+        Target(
+            f"experts of {tokens} tokens, {EXPERTS}, times bytes / bandwidth",
+            "experts alone",
+            {"model": EXPERTS, "batch": tokens},
+            "experts : least",
+            1.4,
+            Better.LOWER,
+        )
+        for tokens in (1, 16, 64)
+    ),
+    Target(
+        f"experts of 4096 tokens, {EXPERTS}, share of the product rate",
+        "experts alone",
+        {"model": EXPERTS, "batch": 4096},
+        "rate : matrix product",
+        0.5,
+        Better.HIGHER,
     ),
 )
 

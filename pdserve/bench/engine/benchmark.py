@@ -21,6 +21,7 @@ from pdserve.bench.engine.parts import (
     ExpertStack,
     Hardware,
     LinearStack,
+    Product,
     Products,
     attention_s,
     constrained_sampling_s,
@@ -46,13 +47,16 @@ from pdserve.bench.report import Better, Figure, Report, Row, Unit, chip_name, t
 from pdserve.config import Switch
 from pdserve.config.bench import BenchEngineConfig
 from pdserve.grammars.compiling import load_vocabulary
+from pdserve.models.backend import Backend, open_backend
 from pdserve.models.checkpoint.gguf.file import is_gguf
 from pdserve.models.checkpoint.model_files import TOKENIZERS, served_model_name
 from pdserve.models.rank_cache import TORCH_DTYPES
-from pdserve.models.runner import StepRow
+from pdserve.models.recipe import ExpertsRecipe, MlpRecipe
+from pdserve.models.runner import CudaGraphs, StepRow
 from pdserve.settings import to_environ
 from pdserve.wire.sampling_params import Grammar, GrammarKind, SamplingParams
-from pdserve_kernels.contract import Kernels
+from pdserve_kernels.contract import BlockFormat, Kernels
+from pdserve_kernels.feed_forward import Scoring
 
 _LARGE = "8B-shaped"
 _LARGE_STEPS = Steps(
@@ -64,6 +68,12 @@ _LARGE_STEPS = Steps(
 _PART, _SHORT_8B = "16 layers 8B-shaped", replace(LLAMA_8B, num_hidden_layers=16, vocab_size=16_384)
 """What is quantised: a CPU repacks some hundred million numbers a second, and all layers of a model are alike."""
 _SHORT_STEPS = Steps(batches=(1, 16, 64), contexts=(1024,), chunks=(8192,))
+_EXPERTS = "DeepSeek-V3's experts in FP8"
+V3_EXPERTS = ExpertLayer(
+    ExpertsRecipe(256, 8, MlpRecipe(2048), scoring=Scoring.SIGMOID, normalised=True, groups=8, chosen_groups=4),
+    (Product(2048, 7168, BlockFormat.FP8),) * 2,
+    Product(7168, 2048, BlockFormat.FP8),
+)
 _NOTES = (
     "medians; TPOT is a step and the greedy choice of its tokens, without HTTP",
     "plain torch is torch.nn.functional.linear on the same shapes with random weights, a different one in every layer; "
@@ -119,6 +129,7 @@ def run(
         for stored in (Stored.INT4, Stored.FP8):
             name = f"{_PART} in {stored.value}"
             rows += random_model_rows(config, name, _SHORT_8B, _SHORT_STEPS, cpu_kernels, stored)
+        rows += experts_rows(config, _EXPERTS, V3_EXPERTS, 4, (1, 16, 64, 4096), open_backend(device, cpu_kernels))
     elif torch.cuda.is_available():
         dtype = TORCH_DTYPES[config.model.dtype]
         rows.append(measure(torch.device("cuda"), dtype, config.engine.copy_mib, config.engine.seconds).row())
@@ -154,21 +165,22 @@ def subject_rows(
 ) -> Iterator[Row]:
     budget_s = config.engine.seconds
     _say(f"{subject.name}: hardware")
-    # A GPU takes numbers in the model's dtype out of blocks.
-    byte_products = bool(subject.formats) and subject.device.type == "cpu"
+    byte_products = multiplies_bytes(subject)
     hardware = measure(subject.device, subject.dtype, config.engine.copy_mib, budget_s, byte_products=byte_products)
     yield hardware.row()
     products = products_of(subject.config, subject.formats)
     linears = LinearStack(products, subject.kernels, subject.dtype, subject.device, subject.block_kernels)
     layers = expert_layers(subject.config, subject.formats)
     bench = Bench(subject, hardware, products, linears, layers, budget_s)
-    experts = ExpertStack(subject, layers) if layers else None
+    experts = None
+    if layers:
+        experts = ExpertStack(layers, subject.kernels, subject.dtype, subject.device, subject.graphs)
     for batch in steps.batches:
         _say(f"{subject.name}: decode steps of {batch}")
         linear = linear_row(bench, batch)
         yield linear
         if experts is not None:
-            yield experts_row(subject, hardware, experts, batch, budget_s)
+            yield experts_row(subject.name, hardware, experts, batch, budget_s)
         for context in steps.contexts:
             yield from decode_rows(bench, batch, context, linear)
         yield sampler_row(bench, batch)
@@ -180,6 +192,26 @@ def subject_rows(
     for chunk in steps.chunks:
         _say(f"{subject.name}: prefill of {chunk} tokens")
         yield from prefill_rows(bench, chunk)
+
+
+def multiplies_bytes(subject: Subject) -> bool:
+    """Returns whether weights in blocks are multiplied as bytes. A GPU does so with FP8 if it can, and no others."""
+    if subject.device.type == "cpu":
+        return bool(subject.formats)
+    return BlockFormat.FP8 in subject.formats.values() and torch.cuda.get_device_capability(subject.device) >= (8, 9)
+
+
+def experts_rows(
+    config: BenchEngineConfig, name: str, layer: ExpertLayer, layers: int, batches: Sequence[int], backend: Backend
+) -> Iterator[Row]:
+    """Yields a row for each number of tokens that so many layers of experts, all alike, compute."""
+    _say(f"{name}: experts")
+    dtype, budget_s = TORCH_DTYPES[config.model.dtype], config.engine.seconds
+    hardware = measure(backend.device, dtype, config.engine.copy_mib, budget_s)
+    graphs = None if backend.graph_kernels is None else CudaGraphs
+    stack = ExpertStack([layer] * layers, backend.kernels, dtype, backend.device, graphs)
+    for batch in batches:
+        yield experts_row(name, hardware, stack, batch, budget_s)
 
 
 def _say(text: str) -> None:

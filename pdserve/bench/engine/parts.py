@@ -29,7 +29,7 @@ from pdserve.models.checkpoint.decoder_config import FamilyConfig
 from pdserve.models.layer_groups import check_kv_dtype
 from pdserve.models.rank_cache import TORCH_DTYPES, KvGroup, RankCache
 from pdserve.models.recipe import ExpertsRecipe, LatentRecipe
-from pdserve.models.runner import StepRow
+from pdserve.models.runner import Graph, StepRow
 from pdserve.models.tp.shares import ALONE
 from pdserve.wire.sampling_params import SamplingParams
 from pdserve_kernels import reference
@@ -52,6 +52,8 @@ _LEAST = 3
 
 DISTINCT_BYTES = 2 * 2**30
 """No cache holds this many bytes of different weights. Layers beyond them use the same weights again."""
+RECORDED = 64
+"""Steps of up to so many rows are replayed from a graph where the kernels can be recorded."""
 _ANY_BYTE = 0x2A
 """The byte that weights in blocks consist of here: as a scale, two of them are a usual number."""
 
@@ -96,8 +98,8 @@ class Hardware:
     flops: float
     """The rate of a large matrix product in the model's dtype, or in fp32 where that is faster (``product_dtype``)."""
     byte_ops: float = math.nan
-    """The rate of a large product of bytes, if it was measured: weights in blocks are multiplied as such. It is that of
-    numbers in fp32 where that is higher."""
+    """The rate of a large product of bytes, if it was measured: weights in blocks are multiplied as such, and on a GPU
+    those in FP8 as numbers in FP8. On a CPU it is that of numbers in fp32 where that is higher."""
 
     @property
     def bytes_per_s(self) -> float:
@@ -126,7 +128,8 @@ def measure(
     product_s = seconds_of(_product(side, device, product_dtype(dtype, device)), device, budget_s)
     byte_ops = math.nan
     if byte_products:
-        byte_s = seconds_of(_product(side, device, product_dtype(torch.int8, device)), device, budget_s)
+        kind = product_dtype(torch.int8, device) if device.type == "cpu" else torch.float8_e4m3fn
+        byte_s = seconds_of(_product(side, device, kind), device, budget_s)
         byte_ops = 2 * side**3 / byte_s
     return Hardware(device, 2 * source.nbytes / copy_s, 3 * source.nbytes / triad_s, 2 * side**3 / product_s, byte_ops)
 
@@ -151,6 +154,9 @@ def _product(side: int, device: torch.device, dtype: torch.dtype) -> Callable[[]
         numbers = torch.randint(-127, 128, (side, side), dtype=torch.int8, device=device)
         return lambda: torch._int_mm(numbers, numbers)
     left = torch.randn(side, side, device=device).to(dtype)
+    if dtype == torch.float8_e4m3fn:
+        one = torch.ones((), device=device)
+        return lambda: torch._scaled_mm(left, left.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True)
     return lambda: left @ left
 
 
@@ -489,12 +495,20 @@ def expert_layers(config: FamilyConfig, formats: Mapping[str, BlockFormat]) -> l
 class ExpertStack:
     """The experts of a step in their order, with made-up weights, in the form of a kernel set."""
 
-    def __init__(self, subject: Subject, layers: Sequence[ExpertLayer]) -> None:
-        self._dtype, self._device, self._hidden = subject.dtype, subject.device, subject.config.hidden_size
+    def __init__(
+        self,
+        layers: Sequence[ExpertLayer],
+        kernels: Kernels,
+        dtype: torch.dtype,
+        device: torch.device,
+        graphs: Callable[[], Graph] | None = None,
+    ) -> None:
+        """``graphs`` makes graphs, if steps of few rows are to be recorded."""
+        self._dtype, self._device, self._graphs, self._hidden = dtype, device, graphs, layers[0].down.outputs
         self.layers = layers
-        whole = layers[0].recipe.count * layers[0].one_bytes(subject.dtype)
+        whole = layers[0].recipe.count * layers[0].one_bytes(dtype)
         distinct = min(len(layers), -(-DISTINCT_BYTES // whole))
-        made = [self._made(subject, layer) for layer in layers[:distinct]]
+        made = [self._made(kernels, layer) for layer in layers[:distinct]]
         self._experts = [made[at % distinct] for at in range(len(layers))]
 
     @torch.inference_mode()
@@ -513,9 +527,14 @@ class ExpertStack:
             for experts, given in zip(self._experts, on_device, strict=True):
                 experts(x, given)
 
-        return seconds_of(call, self._device, budget_s), touched
+        if self._graphs is None or rows > RECORDED:
+            return seconds_of(call, self._device, budget_s), touched
+        call()  # What is compiled cannot be recorded.
+        graph = self._graphs()
+        graph.capture(call)
+        return seconds_of(graph.replay, self._device, budget_s), touched
 
-    def _made(self, subject: Subject, layer: ExpertLayer) -> Experts:
+    def _made(self, kernels: Kernels, layer: ExpertLayer) -> Experts:
         recipe = layer.recipe
         form = ExpertsForm(
             recipe.count,
@@ -532,7 +551,7 @@ class ExpertStack:
             for _ in range(recipe.count):
                 yield ExpertWeights(tuple(map(self._weight, layer.inner)), self._weight(layer.down))
 
-        return subject.kernels.experts(form, weights())
+        return kernels.experts(form, weights())
 
     def _weight(self, product: Product) -> UnreadWeight | BlockWeight:
         shape = (product.outputs, product.inputs)
@@ -543,13 +562,15 @@ class ExpertStack:
         return BlockWeight(product.format, blocks)
 
 
-def experts_row(subject: Subject, hardware: Hardware, stack: ExpertStack, batch: int, budget_s: float) -> Row:
-    """Returns a row for the experts of a decode step, beside the time in which as many bytes are copied."""
+def experts_row(name: str, hardware: Hardware, stack: ExpertStack, batch: int, budget_s: float) -> Row:
+    """Returns a row for the experts of a step of so many tokens, beside the time in which as many bytes are copied."""
     seconds, touched = stack.seconds(batch, budget_s)
+    operations = 2 * batch * sum(layer.parameters for layer in stack.layers)
     figures = (
         Figure("experts", seconds * 1e3, Unit.MS, Better.LOWER),
         Figure("bytes of those touched", touched / 2**20, Unit.MIB),
         Figure("weights read", touched / seconds / 1e9, Unit.GB_PER_S, Better.HIGHER),
         Figure("experts : least", seconds / (touched / hardware.copy_bytes_per_s), Unit.RATIO, Better.LOWER),
+        Figure("rate : matrix product", operations / seconds / hardware.flops, Unit.RATIO, Better.HIGHER),
     )
-    return Row("experts alone", {"model": subject.name, "batch": batch}, figures)
+    return Row("experts alone", {"model": name, "batch": batch}, figures)
