@@ -312,6 +312,52 @@ class Attention(Protocol):
         """
 
 
+@dataclass(frozen=True, slots=True)
+class SparseForm:
+    """Which tokens of its context a token attends to: the ``count`` whose index keys have the highest scores.
+
+    The channels of a key from ``first`` on are its index key, to which queries are not compared. Of tokens with equal
+    scores, earlier ones are chosen. A score that is NaN is as high as any.
+    """
+
+    count: int
+    first: int
+
+
+SCORES_AT_ONCE = 2**26
+"""So many scores of index keys are on a GPU at a time (256 MiB), or those of one token."""
+
+
+@dataclass(frozen=True, slots=True)
+class IndexQueries:
+    """What the tokens of a step score index keys by. A score is the sum of ``weight * max(0, query . key)`` of heads.
+
+    ``query`` is ``[tokens, heads, channels]`` of the cache's numbers, and ``weights`` fp32 ``[tokens, heads]``.
+    """
+
+    query: torch.Tensor
+    weights: torch.Tensor
+
+    def of(self, tokens: torch.Tensor) -> IndexQueries:
+        """Returns those of some tokens."""
+        return IndexQueries(self.query[tokens], self.weights[tokens])
+
+
+class SparseAttention(Protocol):
+    """The attention of one step to chosen tokens. It is planned once, and called once for each layer, in their order.
+
+    A token's result does not depend on the other tokens of the step, as far as that of ``Attention`` does not.
+    """
+
+    def __call__(self, layer: int, query: torch.Tensor, key: torch.Tensor, index: IndexQueries | None) -> torch.Tensor:
+        """Stores the new keys, then attends to those of each token's context that ``index`` chooses.
+
+        Without ``index``, these are the tokens that the last layer with one has chosen. ``query`` is ``[tokens, heads,
+        first]``, and ``key`` is ``[1, tokens, 1, head_dim]`` with the values and the index keys in it. The result is
+        ``[tokens, heads, value_dim]``.
+        """
+
+
 class Kernels(Protocol):
     """One implementation of every operation. Shapes are those of ``reference``."""
 
@@ -396,6 +442,20 @@ class Kernels(Protocol):
         ``scale`` multiplies the scores. With a ``cap``, above 0, a score ``x`` then becomes ``cap * tanh(x / cap)``.
         """
 
+    def plan_sparse(
+        self,
+        layout: KvLayout,
+        cache: torch.Tensor,
+        rows: Sequence[AttentionRow],
+        heads: int,
+        scale: float,
+        form: SparseForm,
+    ) -> SparseAttention:
+        """Plans a step of attention to chosen tokens, in a cache whose keys have the values in them.
+
+        Rows may come in any order. Each has the blocks of its whole context.
+        """
+
 
 class BlockKernels(Protocol):
     """Multiplies from weights in blocks, or packed, so that hardly more bytes are read than the file has."""
@@ -426,3 +486,16 @@ class GraphKernels(Kernels, Protocol):
         ``slots`` has the int32 ``block * block_size + offset`` of each new token. No context exceeds ``max_context``. A
         row of padding has slot -1 and no context: it stores nothing, reads nothing, and its attention is 0.
         """
+
+    def plan_sparse_decode(
+        self,
+        layout: KvLayout,
+        cache: torch.Tensor,
+        slots: torch.Tensor,
+        tables: DecodeTables,
+        heads: int,
+        scale: float,
+        max_context: int,
+        form: SparseForm,
+    ) -> SparseAttention:
+        """Plans single-token rows as ``plan_decode`` does, for attention to chosen tokens."""

@@ -191,6 +191,22 @@ def paged_attention(
     return torch.einsum("hqk,hkd->qhd", weights, values).to(query.dtype)
 
 
+def index_scores(query: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """Returns the score of each of ``keys``, ``[context, channels]``, for one token, fp32 ``[context]``.
+
+    ``query``, ``[heads, channels]``, and ``weights``, fp32 ``[heads]``, are those of ``contract.IndexQueries``.
+    """
+    return F.relu(keys.float() @ query.float().T) @ weights
+
+
+def chosen(scores: torch.Tensor, count: int) -> torch.Tensor:
+    """Returns the places of the ``count`` highest of ``scores``, ``[context]``, in their order; of all if these are
+    not more. Of equal scores, those at lower places are chosen. NaN is as high as infinity.
+    """
+    known = scores.nan_to_num(torch.inf, torch.inf, -torch.inf)
+    return known.sort(descending=True, stable=True).indices[:count].sort().values
+
+
 def first_seen(positions: torch.Tensor, window: int, *, chunked: bool) -> torch.Tensor:
     """Returns the first position that the token at each of ``positions`` sees; below 0 if it sees all before it."""
     return positions - positions % window if chunked else positions - window + 1

@@ -4,11 +4,21 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 
-from pdserve_kernels.contract import AttentionRow, HeadNorms, check_window, widest_window
-from pdserve_kernels.cpu.library import CStep, CTokens, Library
+from pdserve_kernels.contract import (
+    AttentionRow,
+    HeadNorms,
+    IndexQueries,
+    SparseForm,
+    check_window,
+    widest_window,
+)
+from pdserve_kernels.cpu.library import CIndex, CStep, CTokens, Library
+from pdserve_kernels.cpu.sparse_attention import Contexts, Ids
 from pdserve_kernels.host_copies import block_ids, joined
 from pdserve_kernels.kv_layout import KvLayout
 
@@ -176,3 +186,39 @@ def _tables(rows: Sequence[AttentionRow], block_size: int, num_blocks: int) -> t
     if begin and not 0 <= int(blocks.min()) <= int(blocks.max()) < num_blocks:
         raise IndexError(f"a block table names a block beyond the {num_blocks} of the cache")
     return torch.from_numpy(blocks), torch.tensor(shapes, dtype=torch.int32), tokens
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledChoice:
+    """Chooses by one compiled call. What a token chooses does not depend on the other tokens."""
+
+    library: Library
+
+    def __call__(self, tokens: torch.Tensor, contexts: Contexts, index: IndexQueries, form: SparseForm) -> Ids:
+        count, heads, channels = index.query.shape
+        known = form.first + channels == tokens.shape[1] and index.weights.shape == (count, heads)
+        if not known or count != len(contexts.lengths) or index.query.dtype is not tokens.dtype:
+            raise ValueError(f"queries {tuple(index.query.shape)} do not fit keys of {tokens.shape[1] - form.first}")
+        if index.weights.dtype is not torch.float32:
+            raise ValueError(f"weights of heads are fp32, and not {index.weights.dtype}")
+        if contexts.rows.size and not 0 <= contexts.rows.min() <= contexts.rows.max() < len(tokens):
+            raise IndexError(f"a context has a row beyond the {len(tokens)} of the cache")
+        query, weights = index.query.contiguous(), index.weights.contiguous()
+        out = np.zeros((count, form.count), np.int32)
+        given = CIndex(
+            tokens=tokens.data_ptr(),
+            rows=contexts.rows.ctypes.data,
+            lengths=contexts.lengths.ctypes.data,
+            starts=contexts.starts.ctypes.data,
+            query=query.data_ptr(),
+            weights=weights.data_ptr(),
+            chosen=out.ctypes.data,
+            num_tokens=count,
+            row_size=tokens.shape[1],
+            first=form.first,
+            heads=heads,
+            channels=channels,
+            count=form.count,
+        )
+        self.library.choose(int(tokens.dtype is torch.bfloat16), ctypes.addressof(given))
+        return out

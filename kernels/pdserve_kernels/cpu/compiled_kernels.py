@@ -29,12 +29,14 @@ from pdserve_kernels.contract import (
     ExpertWeights,
     HeadLinear,
     Linear,
+    SparseForm,
     UnreadWeight,
 )
 from pdserve_kernels.cpu import compiled_states
-from pdserve_kernels.cpu.compiled_attention import CompiledAttention
+from pdserve_kernels.cpu.compiled_attention import CompiledAttention, CompiledChoice
 from pdserve_kernels.cpu.compiled_experts import ACTIVATIONS, CompiledExperts, computes
 from pdserve_kernels.cpu.library import CPU_KERNELS, Library
+from pdserve_kernels.cpu.sparse_attention import GatheredAttention
 from pdserve_kernels.cpu.torch_kernels import LoopedExperts, PackedLinear
 from pdserve_kernels.cpu.weight_memory import FilledMemory, WeightMemory
 from pdserve_kernels.feed_forward import Activation
@@ -264,6 +266,18 @@ class CompiledKernels:
         cap: float | None = None,
     ) -> CompiledAttention:
         return CompiledAttention(self._library, layout, cache, rows, heads, scale, cap)
+
+    def plan_sparse(
+        self,
+        layout: KvLayout,
+        cache: torch.Tensor,
+        rows: Sequence[AttentionRow],
+        heads: int,
+        scale: float,
+        form: SparseForm,
+    ) -> GatheredAttention:
+        choose = CompiledChoice(self._library)
+        return GatheredAttention(layout, cache, rows, heads, scale, form, self.plan_attention, choose)
 
 
 def _packers_digest() -> str:

@@ -85,6 +85,15 @@ class CTokens(ctypes.Structure):
     )
 
 
+class CIndex(ctypes.Structure):
+    """The structure ``Index`` of csrc/choose.cpp."""
+
+    _fields_ = (
+        *((name, _POINTER) for name in ("tokens", "rows", "lengths", "starts", "query", "weights", "chosen")),
+        *((name, ctypes.c_int64) for name in ("num_tokens", "row_size", "first", "heads", "channels", "count")),
+    )
+
+
 class CRuns(ctypes.Structure):
     """The structure ``Runs`` of csrc/states.h."""
 
@@ -191,6 +200,7 @@ _FUNCTIONS: dict[str, list[type[Any]]] = {
     "pdserve_experts": [_INT, _POINTER, _POINTER],
     "pdserve_route": [_INT, _POINTER, _POINTER, _LONG, _POINTER, _POINTER],
     "pdserve_attend": [_INT, _POINTER, _POINTER],
+    "pdserve_choose": [_INT, _POINTER],
     "pdserve_causal_conv": [_INT, _POINTER, _POINTER],
     "pdserve_gated_delta_rule": [_INT, _POINTER, _POINTER],
     "pdserve_mamba2_scan": [_INT, _POINTER, _POINTER],
@@ -236,6 +246,7 @@ class Library:
         self.experts = library.pdserve_experts
         self.route = library.pdserve_route
         self.attend = library.pdserve_attend
+        self.choose = library.pdserve_choose
         self.causal_conv = library.pdserve_causal_conv
         self.gated_delta_rule = library.pdserve_gated_delta_rule
         self.mamba2_scan = library.pdserve_mamba2_scan

@@ -28,10 +28,12 @@ from pdserve_kernels.contract import (
     HeadLinear,
     HeadNorms,
     Linear,
+    SparseForm,
     UnreadWeight,
     check_window,
     widest_window,
 )
+from pdserve_kernels.cpu.sparse_attention import GatheredAttention, choose_plainly
 from pdserve_kernels.kv_layout import KvLayout
 
 MakeLinear = Callable[[UnreadWeight | BlockWeight, torch.Tensor | None], Linear]
@@ -466,3 +468,14 @@ class TorchKernels:
         cap: float | None = None,
     ) -> TorchAttention:
         return TorchAttention(layout, cache, rows, heads, scale, cap)
+
+    def plan_sparse(
+        self,
+        layout: KvLayout,
+        cache: torch.Tensor,
+        rows: Sequence[AttentionRow],
+        heads: int,
+        scale: float,
+        form: SparseForm,
+    ) -> GatheredAttention:
+        return GatheredAttention(layout, cache, rows, heads, scale, form, self.plan_attention, choose_plainly)

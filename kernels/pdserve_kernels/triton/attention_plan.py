@@ -58,7 +58,7 @@ def plan_step(rows: Sequence[AttentionRow], block_size: int, tile_size: int, dev
     block_starts = [start - row.first_block for start, row in zip(starts, rows, strict=False)]
     moved = to_device(
         [
-            _slots(rows, block_size),
+            new_slots(rows, block_size),
             context_lens[:singles],
             block_starts[:singles],
             context_lens[singles:],
@@ -86,7 +86,8 @@ def _starts(lengths: Sequence[int]) -> list[int]:
     return starts
 
 
-def _slots(rows: Sequence[AttentionRow], block_size: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+def new_slots(rows: Sequence[AttentionRow], block_size: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    """Returns ``block * block_size + offset`` of each new token."""
     parts = []
     for row in rows:
         position = np.arange(row.context_len - row.new_tokens, row.context_len)

@@ -23,6 +23,7 @@ from pdserve_kernels.contract import (
     HeadLinear,
     HeadNorms,
     Linear,
+    SparseForm,
     check_window,
     widest_window,
 )
@@ -40,6 +41,7 @@ from pdserve_kernels.triton.paged_attention import (
     prefill_attention,
     programs_of_heads,
 )
+from pdserve_kernels.triton.sparse_attention import TritonSparseAttention, plan_tokens
 from pdserve_kernels.triton.state_ops import causal_conv, gated_delta_rule, mamba2_scan, mamba_scan
 from pdserve_kernels.triton.token_ops import add_rms_norm, gelu_and_mul, rms_norm, rotary, silu_and_mul
 
@@ -225,3 +227,28 @@ class TritonKernels:
     ) -> Attention:
         splits = decode_splits(len(slots), programs_of_heads(layout, heads)[0], max_context, self._processors)
         return TritonAttention(layout, cache, slots, tables, None, scale, cap, splits)
+
+    def plan_sparse(
+        self,
+        layout: KvLayout,
+        cache: torch.Tensor,
+        rows: Sequence[AttentionRow],
+        heads: int,
+        scale: float,
+        form: SparseForm,
+    ) -> TritonSparseAttention:
+        slots, tables, longest = plan_tokens(rows, layout.block_size, cache.device)
+        return self.plan_sparse_decode(layout, cache, slots, tables, heads, scale, longest, form)
+
+    def plan_sparse_decode(
+        self,
+        layout: KvLayout,
+        cache: torch.Tensor,
+        slots: torch.Tensor,
+        tables: DecodeTables,
+        heads: int,
+        scale: float,
+        max_context: int,
+        form: SparseForm,
+    ) -> TritonSparseAttention:
+        return TritonSparseAttention(layout, cache, slots, tables, heads, scale, max_context, form, self._processors)

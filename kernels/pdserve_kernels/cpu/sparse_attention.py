@@ -1,0 +1,120 @@
+"""Attends to chosen tokens: each token's are gathered from the cache as a context of their own.
+
+In a cache whose keys have the values in them, the row of one token is a block of one token, so that the attention of a
+kernel set needs no other form to read rows that lie anywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from pdserve_kernels import reference
+from pdserve_kernels.contract import Attention, AttentionRow, IndexQueries, SparseForm
+from pdserve_kernels.host_copies import block_ids, joined
+from pdserve_kernels.kv_layout import KvLayout
+
+Ids = np.ndarray[Any, np.dtype[np.int32]]
+
+
+@dataclass(frozen=True, slots=True)
+class Contexts:
+    """The contexts of some tokens, as rows of ``KvLayout.tokens`` in layer 0."""
+
+    lengths: Ids
+    """``[tokens]``"""
+    starts: Ids
+    """``[tokens]``: where each token's context begins in ``rows``, which tokens of one request share."""
+    rows: Ids
+
+    def of(self, token: int) -> Ids:
+        """Returns the context of a token."""
+        start = int(self.starts[token])
+        return self.rows[start : start + int(self.lengths[token])]
+
+    @property
+    def newest(self) -> Ids:
+        """Returns the row of each token itself."""
+        newest: Ids = self.rows[self.starts + self.lengths - 1]
+        return newest
+
+
+Choose = Callable[[torch.Tensor, Contexts, IndexQueries, SparseForm], Ids]
+"""Takes the rows of a layer, and returns those that each token attends to, ``[tokens, count]``, of layer 0.
+
+A token whose context is shorter has as many as its context; what is behind them means nothing.
+"""
+Plan = Callable[[KvLayout, torch.Tensor, Sequence[AttentionRow], int, float], Attention]
+"""``contract.Kernels.plan_attention``"""
+
+
+class GatheredAttention:
+    """Satisfies ``contract.SparseAttention``, with the attention and the choice of a kernel set."""
+
+    def __init__(
+        self,
+        layout: KvLayout,
+        cache: torch.Tensor,
+        rows: Sequence[AttentionRow],
+        heads: int,
+        scale: float,
+        form: SparseForm,
+        plan: Plan,
+        choose: Choose,
+    ) -> None:
+        self._layout, self._heads, self._scale, self._form = layout, heads, scale, form
+        self._plan, self._choose = plan, choose
+        self._contexts = contexts_of(rows, layout)
+        self._new = torch.from_numpy(self._contexts.newest).long()
+        self._tokens = layout.tokens(cache)
+        self._one = replace(layout, num_layers=1, block_size=1)
+        self._chosen: Ids | None = None
+
+    def __call__(self, layer: int, query: torch.Tensor, key: torch.Tensor, index: IndexQueries | None) -> torch.Tensor:
+        """See ``contract.SparseAttention``."""
+        layout, first = self._layout, layer * self._layout.block_size
+        self._tokens[first:].index_copy_(0, self._new, key.reshape(-1, layout.head_dim))
+        if index is not None:
+            self._chosen = self._choose(self._tokens[first:], self._contexts, index, self._form)
+        if self._chosen is None:
+            raise ValueError("no layer before this one has chosen tokens")
+        counts = np.minimum(self._contexts.lengths, self._form.count).tolist()
+        found = [
+            AttentionRow(1, count, ids[:count])
+            for count, ids in zip(counts, self._chosen + np.int32(first), strict=True)
+        ]
+        rows = self._tokens.view(-1, 1, 1, 1, 1, layout.head_dim)
+        attend = self._plan(self._one, rows, found, self._heads, self._scale)
+        return attend(0, F.pad(query, (0, layout.head_dim - self._form.first)), None)
+
+
+def contexts_of(rows: Sequence[AttentionRow], layout: KvLayout) -> Contexts:
+    """Returns the contexts of the rows' new tokens."""
+    if not layout.shared_channels or layout.fp8 or layout.kv_heads != 1:
+        raise ValueError(f"tokens are chosen where keys have the values in them, not in {layout}")
+    size = layout.block_size
+    parts, lengths, starts, begin = [], [], [], 0
+    for row in rows:
+        at = np.arange(row.context_len, dtype=np.int32)
+        blocks = block_ids(row.blocks, -(-row.context_len // size))[at // size]
+        parts.append(blocks * np.int32(layout.num_layers * size) + at % size)
+        lengths.append(at[row.context_len - row.new_tokens :] + 1)
+        starts.append(np.full(row.new_tokens, begin, np.int32))
+        begin += row.context_len
+    return Contexts(joined(lengths), joined(starts), joined(parts))
+
+
+def choose_plainly(tokens: torch.Tensor, contexts: Contexts, index: IndexQueries, form: SparseForm) -> Ids:
+    """Chooses as ``reference`` does, token by token."""
+    out = np.zeros((len(contexts.lengths), form.count), np.int32)
+    for token, (query, weights) in enumerate(zip(index.query, index.weights, strict=True)):
+        rows = contexts.of(token)
+        keys = tokens[:, form.first :].index_select(0, torch.from_numpy(rows))
+        places = reference.chosen(reference.index_scores(query, weights, keys), form.count).numpy()
+        out[token, : len(places)] = rows[places]
+    return out

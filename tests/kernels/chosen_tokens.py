@@ -1,0 +1,103 @@
+"""Checks attention to chosen tokens against its definition, for any kernel set."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from pdserve_kernels import reference
+from pdserve_kernels.contract import AttentionRow, IndexQueries, Kernels, SparseForm
+from pdserve_kernels.kv_layout import KvLayout
+
+CPU = torch.device("cpu")
+INDEX_HEADS = 5
+
+
+@dataclass(frozen=True)
+class SparseStep:
+    """One step: its rows, and what its tokens are given in one layer.
+
+    All numbers by which tokens are chosen are whole and small, so that scores are exact and many of them are equal.
+    """
+
+    layout: KvLayout
+    form: SparseForm
+    rows: Sequence[AttentionRow]
+    cache: torch.Tensor
+    query: torch.Tensor
+    key: torch.Tensor
+    index: IndexQueries
+    scale: float
+
+    def on(self, device: torch.device) -> SparseStep:
+        index = IndexQueries(self.index.query.to(device), self.index.weights.to(device))
+        parts = (self.cache.to(device), self.query.to(device), self.key.to(device))
+        return SparseStep(self.layout, self.form, self.rows, *parts, index, self.scale)
+
+    def indexed(self, layer: int) -> bool:
+        """Returns whether a layer chooses. The second one takes what the first one has chosen."""
+        return layer != 1
+
+    def attended(self, kernels: Kernels, cache: torch.Tensor) -> torch.Tensor:
+        """Returns the attention of all layers, ``[layers, tokens, heads, value_dim]``, and writes ``cache``."""
+        attend = kernels.plan_sparse(self.layout, cache, self.rows, self.query.shape[1], self.scale, self.form)
+        given = [self.index if self.indexed(layer) else None for layer in range(self.layout.num_layers)]
+        return torch.stack([attend(layer, self.query, self.key, index) for layer, index in enumerate(given)])
+
+    def of(self, tokens: Sequence[int]) -> SparseStep:
+        """Returns a step of some tokens, each a row of its own."""
+        each = [
+            AttentionRow(1, row.context_len - row.new_tokens + 1 + new, row.blocks)
+            for row in self.rows
+            for new in range(row.new_tokens)
+        ]
+        place = torch.tensor(tokens)
+        given = (self.query[place], self.key[:, place], self.index.of(place))
+        rows = [each[token] for token in tokens]
+        return SparseStep(self.layout, self.form, rows, self.cache, *given, self.scale)
+
+
+def random_step(
+    layout: KvLayout, rows: Sequence[AttentionRow], heads: int, count: int, blocks: int, channels: int
+) -> SparseStep:
+    """Returns a step in which each token attends to ``count``. The last ``channels`` of a key are its index key."""
+    form = SparseForm(count, layout.head_dim - channels)
+    tokens, dtype = sum(row.new_tokens for row in rows), layout.dtype
+    cache = torch.randn_like(layout.allocate(blocks, CPU))
+    key = torch.randn(1, tokens, 1, layout.head_dim).to(dtype)
+    for each in (cache, key):
+        each[..., form.first :] = torch.randint(-2, 3, (*each.shape[:-1], channels)).to(dtype)
+    query = torch.randn(tokens, heads, form.first).to(dtype)
+    chosen_by = torch.randint(-2, 3, (tokens, INDEX_HEADS, channels)).to(dtype)
+    weights = torch.randint(-2, 4, (tokens, INDEX_HEADS)).float()
+    return SparseStep(layout, form, rows, cache, query, key, IndexQueries(chosen_by, weights), form.first**-0.5)
+
+
+def defined(step: SparseStep) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns what ``SparseStep.attended`` has to give, in fp32, and the cache behind it."""
+    layout, form, cache = step.layout, step.form, step.cache.clone()
+    slots = [
+        row.blocks[at // layout.block_size] * layout.block_size + at % layout.block_size
+        for row in step.rows
+        for at in range(row.context_len - row.new_tokens, row.context_len)
+    ]
+    for layer in range(layout.num_layers):
+        reference.kv_write(cache, layout, layer, torch.tensor(slots), step.key[0], step.key[0])
+    out = torch.zeros(layout.num_layers, *step.query.shape[:2], layout.value_dim)
+    taken = dict[int, torch.Tensor]()
+    for layer in range(layout.num_layers):
+        token = 0
+        for row in step.rows:
+            whole = cache[list(row.blocks), 0, layer, 0].reshape(-1, layout.head_dim)
+            for end in range(row.context_len - row.new_tokens + 1, row.context_len + 1):
+                if step.indexed(layer):
+                    keys = whole[:end, form.first :]
+                    scores = reference.index_scores(step.index.query[token], step.index.weights[token], keys)
+                    taken[token] = reference.chosen(scores, form.count)
+                found = whole[taken[token]].float()
+                weights = (step.query[token].float() @ found[:, : form.first].T * step.scale).softmax(-1)
+                out[layer, token] = weights @ found[:, : layout.value_dim]
+                token += 1
+    return out, cache
