@@ -3,13 +3,15 @@
 A pair of tokens takes more products with latents than with the keys and values of heads, because a latent is longer
 than both. To expand a context takes some for each of its tokens. So single tokens attend to latents, and rows with many
 tokens to what their context is expanded to, some heads at a time.
+
+Where tokens are chosen (``IndexRecipe``), those whose context has more than they attend to are computed by themselves.
+What a token attends to depends on its position alone, and not on the rows that a prompt was cut into.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import compress
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -17,7 +19,15 @@ import torch.nn.functional as F
 
 from pdserve.models.rank_cache import KvGroup
 from pdserve.models.recipe import LatentRecipe
-from pdserve_kernels.contract import Attention, AttentionRow, HeadLinear, Kernels
+from pdserve_kernels.contract import (
+    SCORES_AT_ONCE,
+    Attention,
+    AttentionRow,
+    HeadLinear,
+    Kernels,
+    SparseAttention,
+    SparseForm,
+)
 from pdserve_kernels.cpu.torch_kernels import KvWrite
 from pdserve_kernels.host_copies import block_ids, to_device
 from pdserve_kernels.kv_layout import KvLayout
@@ -33,18 +43,36 @@ LEAST_EXPANDED = 32
 def expanded_bytes(latent: LatentRecipe, context: int, item_bytes: int) -> int:
     """Returns the most bytes that a row's expanded keys and values have at once, and what they are made of."""
     room = max(2 * _padded(context) * _width(latent) * item_bytes, EXPANDED_BYTES)
-    return 2 * room + context * (latent.channels + latent.rank) * item_bytes
+    return 2 * room + context * (latent.kept + latent.rank) * item_bytes
+
+
+def choosing_bytes(latent: LatentRecipe, tokens: int, context: int) -> int:
+    """Returns the most bytes that scores, and what is chosen by them, take for ``tokens`` of contexts of so many."""
+    form = sparse_form(latent)
+    if form is None:
+        return 0
+    width = max(context, form.count)
+    together = min(tokens, max(1, SCORES_AT_ONCE // width))
+    # Scores, and once more what finds the highest; these, their places, and which are above the lowest.
+    return together * (2 * width * 4 + form.count * (4 + 8 + 1)) + tokens * form.count * 4
 
 
 @dataclass(frozen=True, slots=True)
 class LatentStep:
-    """One step's latent attention."""
+    """One step's latent attention.
+
+    The kinds of rows are computed in the order in which they stand here: later ones may read what earlier ones store.
+    """
 
     attention: Attention | None
     """That of the rows which attend to latents; None if there are none."""
-    direct: torch.Tensor | None
-    """The tokens of these; None for all."""
+    direct: torch.Tensor | None = None
+    """The tokens of these; None for all tokens of the step, if it has no other rows."""
     expanded: tuple[ExpandedRow, ...] = ()
+    sparse: SparseAttention | None = None
+    """That of the rows which attend to chosen latents; None if there are none."""
+    chosen: torch.Tensor | None = None
+    """The tokens of these; None for all."""
 
 
 class ExpandedRow:
@@ -90,8 +118,8 @@ class ExpandedRow:
         """
         latent, context = self._latent, self._context
         self._write(layer, key)
-        kept = self._tiles.index_select(0, self._index + layer).view(-1, latent.channels)[:context]
-        latents, turned = kept[:, : latent.rank].contiguous(), kept[:, latent.rank :]
+        kept = self._tiles.index_select(0, self._index + layer).view(-1, self._layout.head_dim)[:context]
+        latents, turned = kept[:, : latent.rank].contiguous(), kept[:, latent.rank : latent.channels]
         keys, values = self._room[0, :, 0, 0, :context], self._room[0, :, 0, 1, :context]
         keys[..., latent.plain : latent.plain + latent.turned] = turned
         # Another row may have left numbers there.
@@ -117,25 +145,65 @@ def plan_latents(
 
     No two rows with several tokens are of one request: in each layer, rows that attend to latents are computed first.
     """
-    direct, places = list[AttentionRow](), list[int]()
-    expanded, first = list[ExpandedRow](), 0
-    dtype, device = group.layout.dtype, group.cache.device
-    long = [is_expanded(latent, row.new_tokens, row.context_len) for row in rows]
-    layouts = (_layout(latent, row.context_len, heads, dtype) for row in compress(rows, long))
+    device, form = group.cache.device, sparse_form(latent)
+    direct, expanded, sparse = list[_Part](), list[_Part](), list[_Part]()
+    first = 0
+    for row in rows:
+        seeing_all, choosing = _divided(_Part(row, first), form)
+        if seeing_all is not None:
+            expands = is_expanded(latent, seeing_all.row.new_tokens, seeing_all.row.context_len)
+            (expanded if expands else direct).append(seeing_all)
+        if choosing is not None:
+            sparse.append(choosing)
+        first += row.new_tokens
+    # What is left of a row may be a single token.
+    direct.sort(key=lambda part: part.row.new_tokens > 1)
+    attention = chosen = None
+    if direct:
+        attention = kernels.plan_attention(group.layout, group.cache, [part.row for part in direct], heads, scale)
+    if sparse and form is not None:
+        chosen = kernels.plan_sparse(group.layout, group.cache, [part.row for part in sparse], heads, scale, form)
+    if not expanded and not (direct and sparse):
+        return LatentStep(attention, sparse=chosen)
+    layouts = (_layout(latent, part.row.context_len, heads, group.layout.dtype) for part in expanded)
     most = max((layout.block_bytes for layout in layouts), default=0)
     room = torch.empty(most, dtype=torch.uint8, device=device)
-    for row, expands in zip(rows, long, strict=True):
-        if expands:
-            expanded.append(ExpandedRow(kernels, group, row, first, heads, scale, latent, room))
-        else:
-            direct.append(row)
-            places += range(first, first + row.new_tokens)
-        first += row.new_tokens
-    if not expanded:
-        return LatentStep(kernels.plan_attention(group.layout, group.cache, rows, heads, scale), None)
-    attention = kernels.plan_attention(group.layout, group.cache, direct, heads, scale) if direct else None
-    (moved,) = to_device([places], device)
-    return LatentStep(attention, moved.long(), tuple(expanded))
+    spread = tuple(ExpandedRow(kernels, group, part.row, part.first, heads, scale, latent, room) for part in expanded)
+    places, others = (moved.long() for moved in to_device([_tokens(direct), _tokens(sparse)], device))
+    return LatentStep(attention, places, spread, chosen, others)
+
+
+def sparse_form(latent: LatentRecipe) -> SparseForm | None:
+    """Returns which tokens a token attends to; None if these are all before it."""
+    return None if latent.index is None else SparseForm(latent.index.count, latent.channels)
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Some tokens of a step that follow each other in one request."""
+
+    row: AttentionRow
+    first: int
+    """The number of the first one in the step."""
+
+
+def _divided(part: _Part, form: SparseForm | None) -> tuple[_Part | None, _Part | None]:
+    """Returns the tokens of a row that attend to all before them, and those that choose."""
+    row = part.row
+    if form is None or row.context_len <= form.count:
+        return part, None
+    choosing = min(row.new_tokens, row.context_len - form.count)
+    others = row.new_tokens - choosing
+    if not others:
+        return None, part
+    return (
+        _Part(replace(row, new_tokens=others, context_len=form.count), part.first),
+        _Part(replace(row, new_tokens=choosing), part.first + others),
+    )
+
+
+def _tokens(parts: Sequence[_Part]) -> list[int]:
+    return [token for part in parts for token in range(part.first, part.first + part.row.new_tokens)]
 
 
 def is_expanded(latent: LatentRecipe, new_tokens: int, context: int) -> bool:

@@ -137,6 +137,32 @@ class HeadNorm:
 
 
 @dataclass(frozen=True, slots=True)
+class IndexRecipe:
+    """What chooses the tokens that a token attends to: those of its context whose index keys score highest.
+
+    A token has one index key, which is kept behind its latent, and ``heads`` queries, which come from the vector that
+    those of the attention come from (DeepSeek-V3.2, 2025). Names are those of tensors, within the layer.
+    """
+
+    count: int
+    """The most tokens that a token attends to."""
+    heads: int
+    channels: int
+    """The channels of a key, and of each head's query. The first of them are turned, as many as the attention's."""
+    interleaved: bool
+    """Whether neighbouring channels are turned against each other, and not the halves."""
+    shared: bool = False
+    """Whether the layer takes what the layer before it has chosen, and has no tensors of its own."""
+    norm: Norm = Norm(1e-6, NormKind.LAYER, biased=True)
+    """The norm of keys."""
+    query: str = "self_attn.indexer.wq_b"
+    key: str = "self_attn.indexer.wk"
+    key_norm: str = "self_attn.indexer.k_norm"
+    weights: str = "self_attn.indexer.weights_proj"
+    """Leads from the layer's input to the weight of each head. It is computed in fp32."""
+
+
+@dataclass(frozen=True, slots=True)
 class LatentRecipe:
     """Keys and values that come from one short vector of a token, which all heads share, and which alone is kept.
 
@@ -163,11 +189,18 @@ class LatentRecipe:
     """The tensor that leads from each head's part of the key that is not turned to a latent, if ``value`` is in two."""
     value_up: str = ""
     """The other one, which leads from a latent to each head's value."""
+    index: IndexRecipe | None = None
+    """What chooses the tokens that a token attends to; None if it attends to all before it."""
 
     @property
     def channels(self) -> int:
-        """The channels that are kept of a token."""
+        """The channels of a token's key."""
         return self.rank + self.turned
+
+    @property
+    def kept(self) -> int:
+        """The channels that are kept of a token: its key and its index key."""
+        return self.channels + (0 if self.index is None else self.index.channels)
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ from pdserve.models.checkpoint.decoder_config import DecoderConfig, FamilyConfig
 from pdserve.models.checkpoint.weights import Checkpoint
 from pdserve.models.decoder import build_decoder
 from pdserve.models.drafting import Drafting, KnownTokens
-from pdserve.models.latent_plan import LatentStep, plan_latents
+from pdserve.models.latent_plan import LatentStep, plan_latents, sparse_form
 from pdserve.models.parts.projections import Building
 from pdserve.models.rank_cache import (
     TORCH_DTYPES,
@@ -530,22 +530,18 @@ class ModelRunner:
         self._recorded_hidden = kept
 
         def compute(inputs: DecodeInputs) -> torch.Tensor:
-            planned = [
-                kernels.plan_decode(
-                    group.layout,
-                    group.cache,
-                    blocks.slots,
-                    blocks.tables,
-                    self._heads,
-                    self._scale,
-                    self._max_model_len,
-                    self._cap,
-                )
-                for group, blocks in zip(cache.attention, inputs.attention, strict=True)
-            ]
-            attention, latents = planned, list[LatentStep]()
-            if self._latent is not None:
-                attention, latents = [], [LatentStep(each, None) for each in planned]
+            attention, latents = list[Attention](), list[LatentStep]()
+            for group, blocks in zip(cache.attention, inputs.attention, strict=True):
+                where = (group.layout, group.cache, blocks.slots, blocks.tables)
+                planned = (*where, self._heads, self._scale, self._max_model_len)
+                form = None if self._latent is None else sparse_form(self._latent)
+                if form is not None and form.count < self._max_model_len:
+                    # Tokens whose context is short choose all of it.
+                    latents.append(LatentStep(None, sparse=kernels.plan_sparse_decode(*planned, form)))
+                elif self._latent is not None:
+                    latents.append(LatentStep(kernels.plan_decode(*planned)))
+                else:
+                    attention.append(kernels.plan_decode(*planned, self._cap))
             states = [StepStates(kept.layers, runs) for kept, runs in zip(cache.states, inputs.states, strict=True)]
             hidden = self._decoder.forward(inputs.token_ids, inputs.positions, StepCache(attention, states, latents))
             if kept is not None:

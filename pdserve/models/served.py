@@ -33,7 +33,7 @@ NOT_YET: dict[str, str] = {
     for missing, model_types in {
         "a second attention in each layer": ("longcat_flash",),
         "a text part in a folder of its own": ("mistral4",),
-        "sparse attention": ("deepseek_v32", "deepseek_v4", "glm_moe_dsa", "minimax_m3_vl"),
+        "sparse attention": ("deepseek_v4", "minimax_m3_vl"),
         "linear attention": ("bailing_hybrid", "kimi_linear", "minimax", "olmo_hybrid"),
         "states": (*("falcon_mamba", "mamba", "recurrent_gemma", "rwkv", "xlstm", "zamba", "zamba2"),),
         "attention sinks": ("mimo_v2_flash",),
@@ -110,7 +110,7 @@ def _attention(layers: Sequence[LayerRecipe], cap: float | None) -> Iterator[str
     if mixers:
         yield f"attention {_share(layers, len(parts))}"
     if first.latent is not None:
-        yield "latents"
+        yield "latents" if first.latent.index is None else "latents, of which an indexer chooses some"
     if first.gated:
         yield "gated heads"
     windows = sum(part.window is not None for part in parts)

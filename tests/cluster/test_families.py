@@ -27,6 +27,7 @@ PROMPTS = [random_prompt(length, seed=length) for length in (5, 37, 100)]
 FLAGS = ("--dtype", "fp32", "--kv-cache-mib", "8", "--max-num-batched-tokens", "32", "--max-num-seqs", "8")
 CASES = (
     "deepseek-v3",
+    "deepseek-v32",
     "glm4-moe",
     "cohere2",
     "falcon-h1",
@@ -43,9 +44,9 @@ CASES = (
     "qwen3-next",
 )
 """Norms before, beside, behind and around the parts; windows by layer; fused, transposed and permuted weights; biases;
-experts, and one that every token is sent to; latents, which each rank has whole; learned positions; bounded scores;
-chunks; layers with other heads, or with the keys and values of earlier ones; sinks; states in place of attention,
-beside it and alone; layers of one part."""
+experts, and one that every token is sent to; latents, which each rank has whole, and of which tokens choose some;
+learned positions; bounded scores; chunks; layers with other heads, or with the keys and values of earlier ones; sinks;
+states in place of attention, beside it and alone; layers of one part."""
 
 
 FILES = {"qwen3-5": "qwen35"}

@@ -225,7 +225,7 @@ def test_what_a_file_leaves_out_has_the_value_of_transformers(tmp_path: Path, fa
         if latents:
             assert (latents[0].rank, latents[0].plain) == (hf.kv_lora_rank, hf.qk_nope_head_dim)
             assert (latents[0].turned, latents[0].value) == (hf.qk_rope_head_dim, hf.v_head_dim)
-            assert found.head_dim == hf.kv_lora_rank + hf.qk_rope_head_dim
+            assert found.head_dim == hf.kv_lora_rank + hf.qk_rope_head_dim + getattr(hf, "index_head_dim", 0)
         else:
             assert found.head_dim == (getattr(hf, "head_dim", None) or hf.hidden_size // heads)
         assert found.eos_token_ids == {token_id for token_id in ids if token_id is not None}

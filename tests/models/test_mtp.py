@@ -29,7 +29,10 @@ from tests.models.test_tensor_parallel import computed
 from tests.models.tiny_drafting import ReferenceDrafts, save_tiny_drafting
 from tests.models.tiny_families import save_tiny
 
-CASES = ("deepseek-v3", "glm4-moe-lite", "glm4-moe", "qwen3-next", "qwen3-5", "qwen3-5-moe")
+CASES = (
+    *("deepseek-v3", "glm4-moe-lite", "glm4-moe", "qwen3-next", "qwen3-5", "qwen3-5-moe"),
+    *(pytest.param(case, marks=pytest.mark.nightly) for case in ("deepseek-v32", "glm-moe-dsa")),
+)
 PROMPT = [(7 * i * i + 11 * i) % 509 + 3 for i in range(41)]
 ANSWER = [(5 * i * i + 3 * i) % 509 + 3 for i in range(12)]
 CHUNKS = (17, 3, 21)
@@ -155,7 +158,7 @@ def test_nodes_fit_whatever_they_draft_with_if_both_folders_have_the_layer(tmp_p
 
 @pytest.mark.integration
 def test_ranks_draft_what_one_rank_drafts(tmp_path: Path) -> None:
-    names = ("deepseek-v3", "glm4-moe", "qwen3-next")
+    names = ("deepseek-v32", "glm4-moe", "qwen3-next")
     folders = {name: save_tiny_drafting(name, tmp_path / name) for name in names}
     prompts = [PROMPT[:6], PROMPT[3:20]]
     sizes = (1, 2, 3)

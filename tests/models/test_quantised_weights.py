@@ -202,6 +202,7 @@ def test_ranks_take_their_share(tiny: Path, tmp_path: Path, name: str, size: int
     [
         ("deepseek-v3", "fp8-blocks"),
         ("phi3", "ct-fp8"),
+        pytest.param("deepseek-v32", "fp8-blocks", marks=pytest.mark.nightly),
         pytest.param("minimax-m2", "fp8-blocks", marks=pytest.mark.nightly),
         pytest.param("glm4-moe", "fp8-blocks", marks=pytest.mark.nightly),
         pytest.param("gpt2", "modelopt-fp8", marks=pytest.mark.nightly),

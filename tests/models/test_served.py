@@ -25,6 +25,7 @@ def test_rows_say_what_families_are_made_of() -> None:
     assert family("cohere2").attention.startswith("windows in 30 of 40 layers")
     assert family("phi").positions == "rotary, 50% of each head"
     assert "without weights" in family("olmo").norms
+    assert family("deepseek_v32").attention == "latents, of which an indexer chooses some"
 
 
 def test_every_architecture_of_gguf_files_is_in_a_row() -> None:
@@ -34,7 +35,7 @@ def test_every_architecture_of_gguf_files_is_in_a_row() -> None:
 
 def test_what_is_not_yet_served_has_no_recipe() -> None:
     assert not NOT_YET.keys() & FAMILIES.keys()
-    assert not_yet("deepseek_v32") == "sparse attention is not served yet"
+    assert not_yet("deepseek_v4") == "sparse attention is not served yet"
     assert not_yet("longcat_flash") == "a second attention in each layer is not served yet"
     assert not_yet("mamba") == "states are not served yet"
     assert not_yet("llama") == ""

@@ -25,6 +25,7 @@ QWEN = {
 }
 CHANGES: dict[str, dict[str, Any]] = {
     "glm4-moe": {"first_k_dense_replace": 1},
+    "glm-moe-dsa": {"indexer_types": [*CASES["glm-moe-dsa"][1]["indexer_types"], "full"]},
     "qwen3-next": {"layer_types": [*CASES["qwen3-next"][1]["layer_types"], FULL]},
     "qwen3-5": {"layer_types": [*CASES["qwen3-5"][1]["layer_types"], FULL]},
     "qwen3-5-moe": {"layer_types": [*CASES["qwen3-5-moe"][1]["layer_types"], FULL]},
@@ -43,7 +44,7 @@ def save_tiny_drafting(case: str, folder: Path, **changes: object) -> Path:
     save_tiny(case, larger, num_hidden_layers=count + 1, **CHANGES.get(case, {}), **changes)
     settings = json.loads((larger / "config.json").read_text())
     settings["num_hidden_layers"] = count
-    for name in ("layer_types", "mlp_layer_types"):
+    for name in ("layer_types", "mlp_layer_types", "indexer_types"):
         if settings.get(name):
             settings[name] = settings[name][:-1]
     (folder / "config.json").write_text(json.dumps(settings))
@@ -83,9 +84,11 @@ class ReferenceDrafts:
         auto: Any = AutoModelForCausalLM
         self._whole: PreTrainedModel = auto.from_pretrained(folder / "larger", dtype=torch.float32)
         count = config_of(case).num_hidden_layers
-        kinds = {"layer_types": [FULL]} if case.startswith("qwen") else {"first_k_dense_replace": 0}
+        kinds: dict[str, Any] = {"layer_types": [FULL]} if case.startswith("qwen") else {"first_k_dense_replace": 0}
         if getattr(self._whole.config, "mlp_layer_types", None):
             kinds = {"mlp_layer_types": ["sparse"]}
+        if getattr(self._whole.config, "indexer_types", None):
+            kinds["indexer_types"] = ["full"]
         self._layer: Any = auto.from_config(config_of(case, num_hidden_layers=1, **kinds), dtype=torch.float32).model
         whole: Any = self._whole
         self._layer.layers[0].load_state_dict(whole.model.layers[count].state_dict())

@@ -105,6 +105,10 @@ NEMOTRON_H: dict[str, Any] = SHAPE | {
 LATENTS: dict[str, Any] = HEADS | {"num_key_value_heads": 6, "kv_lora_rank": 20, "q_lora_rank": 14, "v_head_dim": 10}
 LATENTS |= {"qk_nope_head_dim": 6, "qk_rope_head_dim": 4}
 MLA: dict[str, Any] = LATENTS | DEEPSEEK_EXPERTS
+INDEXED: dict[str, Any] = MLA | {"index_topk": 9, "index_n_heads": 24, "index_head_dim": 12}
+INDEXED |= {"pad_token_id": None}
+"""Tokens attend to fewer than a test's prompts have, also within its chunks. Many scores would be 0 with few heads, or
+for a token without an embedding, as padding has none, and transformers does not say which of equal ones it takes."""
 DEEP_YARN: dict[str, Any] = {
     "rope_type": "yarn",
     "rope_theta": 10_000.0,
@@ -210,6 +214,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "deepseek_v3",
         MLA | {"n_group": 1, "topk_group": 1, "rope_parameters": DEEP_YARN, "rope_interleave": False},
     ),
+    "deepseek-v32": (
+        "deepseek_v32",
+        INDEXED | {"first_k_dense_replace": 1, "n_group": 4, "topk_group": 2, "rope_parameters": DEEP_YARN},
+    ),
+    "glm-moe-dsa": ("glm_moe_dsa", INDEXED | {"attention_bias": True, "indexer_types": ["full", "full", "shared"]}),
     "glm4-moe-lite": ("glm4_moe_lite", MLA | {"attention_bias": True}),
     "axk1": ("axk1", MLA | {"n_group": 2, "topk_group": 1}),
     "sarvam-mla": ("sarvam_mla", MLA | {"q_lora_rank": None}),

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from pdserve.config import ModelConfig, Switch
-from pdserve.errors import ConfigError
+from pdserve.errors import ConfigError, ModelError
 from pdserve.models.backend import choose_device, open_backend
 from pdserve.models.checkpoint.config_reading import read_family_config
 from pdserve.models.checkpoint.decoder_config import DecoderConfig, FamilyConfig
@@ -180,9 +180,15 @@ def open_subject(
     """Opens the model of ``folder`` with a KV cache for the largest of ``steps``.
 
     ``cpu_kernels`` makes the kernel set for a CPU. Raises ModelError (also for a fallback model, whose
-    products are not known), and ConfigError if the model knows fewer positions or its device is not there.
+    products are not known, and for one that attends to chosen tokens), and ConfigError if the model knows fewer
+    positions or its device is not there.
     """
     config = read_family_config(folder)
+    if config.latent is not None and config.latent.index is not None:
+        raise ModelError(
+            f"{name} attends to tokens that an indexer chooses, and pdserve bench engine knows what whole contexts "
+            "take alone; pdserve bench load measures a node with this model"
+        )
     if steps.longest > config.max_positions:
         raise ConfigError(f"{name} knows {config.max_positions} positions; {steps.longest} were asked for")
     backend = open_backend(choose_device(model.device), cpu_kernels)

@@ -23,7 +23,7 @@ from pdserve.machine.memory import MIB, available_memory
 from pdserve.models.checkpoint.config_reading import read_decoder_config
 from pdserve.models.checkpoint.decoder_config import DecoderConfig, FallbackConfig, FamilyConfig
 from pdserve.models.checkpoint.weight_form import gpu_weight_bytes, model_size_of, weight_bytes
-from pdserve.models.latent_plan import expanded_bytes
+from pdserve.models.latent_plan import choosing_bytes, expanded_bytes
 from pdserve.models.layer_groups import GroupSize, Load, group_blocks
 from pdserve.models.rank_cache import TORCH_DTYPES, rank_sizes
 from pdserve.models.recipe import (
@@ -87,6 +87,7 @@ def workspace_bytes(
     beside = max(scoring, sampling, rows * block_bytes)
     if isinstance(decoder, FamilyConfig) and decoder.latent is not None:
         beside += expanded_bytes(decoder.latent, decoder.max_positions, dtype.itemsize)
+        beside += choosing_bytes(decoder.latent, max(rows, tokens), decoder.max_positions)
         beside += _latent_weights(decoder, decoder.latent, ranks) * dtype.itemsize
     return LIBRARY_BYTES + recorded + step_bytes(decoder, dtype, ranks, tokens, rows) + drafting + beside
 
@@ -94,7 +95,12 @@ def workspace_bytes(
 def _latent_weights(decoder: FamilyConfig, latent: LatentRecipe, ranks: int) -> int:
     """Returns how many weights of latents a rank has beside its share of all: those it has twice, or as a whole."""
     twice = decoder.heads * latent.plain * latent.rank // ranks
-    whole = decoder.hidden_size * (latent.query_rank + latent.channels) * (ranks - 1) // ranks
+    whole = decoder.hidden_size * (latent.query_rank + latent.channels)
+    if latent.index is not None:
+        queries = latent.query_rank * latent.index.heads * latent.index.channels
+        # Those of heads are in fp32.
+        whole += queries + decoder.hidden_size * (latent.index.channels + 2 * latent.index.heads)
+    whole = whole * (ranks - 1) // ranks
     return len(decoder.recipe.attention) * (twice + whole)
 
 
@@ -170,7 +176,12 @@ def _attention_numbers(decoder: DecoderConfig, recipe: AttentionRecipe | None, r
     if recipe is not None and recipe.latent is not None:
         latent = recipe.latent
         own = 2 * (latent.plain + latent.turned) + 3 * latent.channels + 2 * latent.rank + 2 * latent.value
-        return heads * own + 3 * latent.channels + 2 * latent.query_rank
+        own = heads * own + 3 * latent.channels + 2 * latent.query_rank
+        if latent.index is None:
+            return own
+        # Its keys, its queries as they come, turned and together, and in fp32 its input and the weights of heads.
+        index = latent.index
+        return own + 5 * index.channels + 4 * index.heads * (index.channels + 1) + 2 * decoder.hidden_size
     # A gate is there as it is, and once more as the factor of the result.
     gates = 2 * heads if recipe is not None and recipe.gated else 0
     if recipe is None or not recipe.norms_apart:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import ClassVar, Protocol
 
@@ -23,6 +24,7 @@ from pdserve.models.recipe import (
     AttentionRecipe,
     ExpertsRecipe,
     FeedForwardRecipe,
+    IndexRecipe,
     LatentRecipe,
     LayerRecipe,
     ModelRecipe,
@@ -36,6 +38,8 @@ LATENT_EPS = 1e-6
 """That of the norms of latents, whatever that of the other norms is."""
 KEY, VALUE, OUT = "self_attn.kv_a_proj_with_mqa", "self_attn.kv_b_proj", "self_attn.o_proj"
 DENSE, SPARSE = "dense", "sparse"
+INDEXED = "indexed_attention"
+OWN, SHARED = "full", "shared"
 METHODS = ("greedy", "group_limited_greedy")
 """How a DeepSeek V2 chooses experts: from all, or from some groups of them."""
 
@@ -334,12 +338,105 @@ class Glm4MoeLiteSettings(DeepseekV3Settings, kw_only=True):
         super().check()
         if self.first_k_dense_replace != 1 and not self.dense_first:
             raise ModelError(f"first_k_dense_replace {self.first_k_dense_replace} is not supported; supported: 1")
-        kinds = self.kinds()
-        if len(kinds) != self.num_hidden_layers or not set(kinds) <= {DENSE, SPARSE}:
-            raise ModelError(f"mlp_layer_types must be {DENSE!r} or {SPARSE!r} for each of the layers")
+        _check_kinds(self.kinds(), self.num_hidden_layers)
 
     def kinds(self) -> list[str]:
         return super().kinds() if self.mlp_layer_types is None else self.mlp_layer_types
+
+
+class DeepseekV32Settings(DeepseekV3Settings, kw_only=True):
+    """DeepSeek V3, with an indexer in each layer, which chooses the tokens that are attended to."""
+
+    models: ClassVar[str] = "DeepSeek V3.2"
+    index_interleaved: ClassVar[bool] = False
+    """Whether the indexer turns neighbouring channels against each other, and not the halves."""
+    max_position_embeddings: Count = 163_840
+    mlp_layer_types: list[str] | None = None
+    layer_types: list[str] | None = None
+    index_topk: Count = 2048
+    index_head_dim: Count = 128
+    index_n_heads: Count = 64
+
+    def check(self) -> None:
+        super().check()
+        _check_kinds(self.kinds(), self.num_hidden_layers)
+        if self.q_lora_rank is None:
+            raise ModelError("q_lora_rank, the channels that the queries of an indexer come from, is missing")
+        if self.index_head_dim < self.qk_rope_head_dim:
+            raise ModelError(
+                f"an indexer with heads of {self.index_head_dim} channels cannot turn {self.qk_rope_head_dim} of them"
+            )
+        if self.layer_types is not None and set(self.layer_types) != {INDEXED}:
+            raise ModelError(f"layer_types must be {INDEXED!r} for each of the layers")
+
+    def kinds(self) -> list[str]:
+        return super().kinds() if self.mlp_layer_types is None else self.mlp_layer_types
+
+    def head_size(self) -> int:
+        return super().head_size() + self.index_head_dim
+
+    def rotary(self) -> Rotary:
+        return replace(super().rotary(), interleaved=True)
+
+    def index(self, index: int) -> IndexRecipe:
+        """Returns the indexer of a layer."""
+        return IndexRecipe(self.index_topk, self.index_n_heads, self.index_head_dim, self.index_interleaved)
+
+    def attention(self, index: int) -> AttentionRecipe:
+        part = super().attention(index)
+        assert part.latent is not None
+        return replace(part, latent=replace(part.latent, index=self.index(index)))
+
+
+class GlmMoeDsaSettings(DeepseekV32Settings, kw_only=True):
+    """DeepSeek V3.2's attention, of which some layers may take what a layer before them has chosen."""
+
+    models: ClassVar[str] = "GLM 5"
+    index_interleaved: ClassVar[bool] = True
+    vocab_size: Count = 154_880
+    hidden_size: Count = 6144
+    intermediate_size: Count = 12_288
+    num_hidden_layers: Count = 78
+    num_attention_heads: Count = 64
+    max_position_embeddings: Count = 202_752
+    rms_norm_eps: float = 1e-5
+    q_lora_rank: Count | None = 2048
+    qk_nope_head_dim: Count = 192
+    v_head_dim: Count = 256
+    n_group: Count = 1
+    topk_group: Count = 1
+    index_n_heads: Count = 32
+    indexer_types: list[str] | None = None
+    index_topk_pattern: str | list[str] | None = None
+    index_topk_freq: int = 1
+    index_skip_topk_offset: int = 2
+
+    def check(self) -> None:
+        super().check()
+        sources = self.sources()
+        if len(sources) != self.num_hidden_layers or not set(sources) <= {OWN, SHARED} or sources[0] != OWN:
+            raise ModelError(
+                f"indexer_types must be {OWN!r} or {SHARED!r} for each of the layers, and {OWN!r} for the first one"
+            )
+
+    def sources(self) -> list[str]:
+        """Returns for each layer whether it chooses tokens itself, or takes those of the layer before it."""
+        if self.indexer_types is not None:
+            return self.indexer_types
+        if self.index_topk_pattern is not None:
+            return [{"F": OWN, "S": SHARED}.get(kind, kind) for kind in self.index_topk_pattern]
+        every, offset = max(self.index_topk_freq, 1), self.index_skip_topk_offset
+        return [OWN if max(i - offset + 1, 0) % every == 0 else SHARED for i in range(self.num_hidden_layers)]
+
+    def index(self, index: int) -> IndexRecipe:
+        return replace(super().index(index), shared=self.sources()[index] == SHARED)
+
+    def recipe(self) -> ModelRecipe:
+        whole = super().recipe()
+        assert whole.draft is not None
+        # The first layer has an indexer of its own, as the one that drafts has.
+        attention = whole.layers[0].attention
+        return replace(whole, draft=replace(whole.draft, layer=replace(whole.draft.layer, attention=attention)))
 
 
 class AxK1Settings(Glm4MoeLiteSettings, kw_only=True):
@@ -460,3 +557,9 @@ def _check_routing(given: str, known: str, every: int) -> None:
         raise ModelError(
             f"moe_layer_freq {every} is not supported; supported: 1, experts in every layer after the first"
         )
+
+
+def _check_kinds(kinds: Sequence[str], layers: int) -> None:
+    """Raises ModelError unless each layer's feed-forward part is one, or of experts."""
+    if len(kinds) != layers or not set(kinds) <= {DENSE, SPARSE}:
+        raise ModelError(f"mlp_layer_types must be {DENSE!r} or {SPARSE!r} for each of the layers")

@@ -4,11 +4,15 @@ Only this latent is kept, with the part of the key that is turned by its positio
 one key of ``rank + turned`` channels a token, whose first ``rank`` are its value, and every rank has the whole of it.
 The products that would expand latents to keys and values are applied to queries and results instead: attention to all
 heads is attention to that one key. Rows of many tokens take less time with expanded contexts (``latent_plan``).
+
+DeepSeek-V3.2 (2025) attends to some tokens alone. An indexer of few, short heads scores all tokens of a context by one
+more key of each, which stands behind the first one in the cache: so it is sent, kept and given back with it.
 """
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
 from pdserve.models.checkpoint.decoder_config import FamilyConfig
 from pdserve.models.checkpoint.weights import ALL
@@ -16,9 +20,9 @@ from pdserve.models.latent_plan import LatentStep
 from pdserve.models.parts.norms import LoadedNorm, load_norm
 from pdserve.models.parts.projections import Building, Projection, RowParallel, SideBySide, column_parallel
 from pdserve.models.parts.rotary import PositionTables, channel_order
-from pdserve.models.recipe import AttentionRecipe
+from pdserve.models.recipe import AttentionRecipe, IndexRecipe, LatentRecipe
 from pdserve.models.tp.shares import share, spread
-from pdserve_kernels.contract import Attention, HeadLinear, Linear
+from pdserve_kernels.contract import HeadLinear, IndexQueries, Linear
 
 
 class LatentAttention:
@@ -30,6 +34,9 @@ class LatentAttention:
         """Takes the layer's tensors, whose names begin with ``prefix``."""
         assert recipe.latent is not None
         self._latent = latent = recipe.latent
+        self._indexer = None
+        if latent.index is not None and not latent.index.shared:
+            self._indexer = Indexer(config.hidden_size, building, latent, latent.index, prefix)
         self._index, self._kernels = index, building.kernels
         heads = share(building.tp, config.heads, "attention heads")
         self._heads = heads.stop - heads.start
@@ -58,8 +65,10 @@ class LatentAttention:
         inner = self._inner(x)
         widths = [inner.shape[1] - sizes.channels, sizes.rank, sizes.turned]
         query, latent, shared = torch.split(inner, widths, 1)
+        down = query
         if self._query_norm is not None and self._query_up is not None:
-            query = self._query_up(self._query_norm(query.contiguous()))
+            down = self._query_norm(query.contiguous())
+            query = self._query_up(down)
         plain, turned = torch.split(
             query.reshape(tokens, heads, sizes.plain + sizes.turned), [sizes.plain, sizes.turned], -1
         )
@@ -67,26 +76,81 @@ class LatentAttention:
         turned = rotated[:, :heads]
         if tables.query_scale is not None:
             plain, turned = plain * tables.query_scale, turned * tables.query_scale
-        key = torch.cat((self._norm(latent.contiguous()), rotated[:, heads]), -1).view(1, tokens, 1, -1)
+        parts = [self._norm(latent.contiguous()), rotated[:, heads]]
+        if self._indexer is not None:
+            parts.append(self._indexer.keys(x, tables))
+        # A layer that takes another one's choice keeps as many channels as the others.
+        key = F.pad(torch.cat(parts, -1), (0, sizes.kept - sum(part.shape[1] for part in parts)))
+        key = key.view(1, tokens, 1, -1)
+        index = None
+        if self._indexer is not None and step.sparse is not None:
+            index = self._indexer.queries(x, down, tables)
         if step.direct is None:
-            values = self._direct(plain, turned, key, step.attention)
+            values = self._direct(plain, turned, key, step, index)
         else:
             values = plain.new_empty(tokens, heads, sizes.value)
             if step.attention is not None:
                 own = step.direct
-                values[own] = self._direct(plain[own], turned[own], key[:, own], step.attention)
+                values[own] = self._direct(plain[own], turned[own], key[:, own], LatentStep(step.attention), None)
             for row in step.expanded:
                 query = torch.cat((plain[row.tokens], turned[row.tokens]), -1)
                 values[row.tokens] = row(self._index, query, key[:, row.tokens], self._to_key, self._to_value)
+            if step.sparse is not None and step.chosen is not None:
+                own, some = step.chosen, None if index is None else index.of(step.chosen)
+                alone = LatentStep(None, sparse=step.sparse)
+                values[own] = self._direct(plain[own], turned[own], key[:, own], alone, some)
         return self._out(values.reshape(tokens, -1))
 
     def _direct(
-        self, plain: torch.Tensor, turned: torch.Tensor, key: torch.Tensor, attention: Attention | None
+        self,
+        plain: torch.Tensor,
+        turned: torch.Tensor,
+        key: torch.Tensor,
+        step: LatentStep,
+        index: IndexQueries | None,
     ) -> torch.Tensor:
-        """Returns the values of heads, ``[tokens, heads, value]``, by attention to latents."""
-        assert attention is not None, "a step has rows"
+        """Returns the values of heads, ``[tokens, heads, value]``, by attention to latents of one kind."""
         queries = torch.cat((self._to_latent(plain), turned), -1)
-        return self._to_value(attention(self._index, queries, key))
+        if step.sparse is not None:
+            return self._to_value(step.sparse(self._index, queries, key, index))
+        assert step.attention is not None, "a step has rows"
+        # Queries have no part for index keys.
+        queries = F.pad(queries, (0, key.shape[-1] - queries.shape[-1]))
+        return self._to_value(step.attention(self._index, queries, key))
+
+
+class Indexer:
+    """Makes what tokens are chosen by: a key of each token, and its queries. Every rank has the whole of it."""
+
+    def __init__(
+        self, hidden_size: int, building: Building, latent: LatentRecipe, index: IndexRecipe, prefix: str
+    ) -> None:
+        """Takes the tensors whose names begin with ``prefix``."""
+        self._index, self._turned, self._kernels = index, latent.turned, building.kernels
+        channels, heads = index.channels, index.heads
+        wide = Projection(prefix + index.query, heads * channels, ALL)
+        self._query = column_parallel(building, latent.query_rank, [wide])
+        self._key = column_parallel(building, hidden_size, [Projection(prefix + index.key, channels, ALL)])
+        self._norm = load_norm(building, index.norm, prefix + index.key_norm, channels)
+        weights = building.checkpoint.take(f"{prefix}{index.weights}.weight", (heads, hidden_size), dtype=torch.float32)
+        self._weights = building.kernels.linear(weights)
+        self._factor = (channels * heads) ** -0.5
+
+    def keys(self, x: torch.Tensor, tables: PositionTables) -> torch.Tensor:
+        """Maps the layer's input, ``[tokens, hidden_size]``, to ``[tokens, channels]``."""
+        return self._rotated(self._norm(self._key(x)).unsqueeze(1), tables).squeeze(1)
+
+    def queries(self, x: torch.Tensor, down: torch.Tensor, tables: PositionTables) -> IndexQueries:
+        """Returns what index keys are scored by. ``down``, ``[tokens, query_rank]``, is what queries come from."""
+        query = self._query(down).view(len(x), self._index.heads, self._index.channels)
+        return IndexQueries(self._rotated(query, tables), self._weights(x.float()) * self._factor)
+
+    def _rotated(self, heads: torch.Tensor, tables: PositionTables) -> torch.Tensor:
+        """Turns the first channels of ``[tokens, heads, channels]``."""
+        turned, still = heads[..., : self._turned], heads[..., self._turned :]
+        if self._index.interleaved:
+            turned = torch.cat((turned[..., ::2], turned[..., 1::2]), -1)
+        return torch.cat((self._kernels.rotary(turned.contiguous(), tables.cos, tables.sin), still), -1)
 
 
 def _key(recipe: AttentionRecipe, prefix: str, turned: tuple[int, ...]) -> Projection:

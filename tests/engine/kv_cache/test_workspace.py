@@ -37,6 +37,7 @@ from pdserve.models.recipe import (
     DeltaNetRecipe,
     ExpertsRecipe,
     FeedForwardRecipe,
+    IndexRecipe,
     LatentRecipe,
     Mamba2Recipe,
     MambaRecipe,
@@ -194,6 +195,11 @@ MIXERS: dict[type[MixerRecipe], MixerRecipe] = {
 
 LATENT = LatentRecipe(rank=512, plain=128, turned=64, value=128, norm=Norm(1e-6), query_rank=1536)
 """What stands for the latents of a model, those of DeepSeek V3."""
+INDEX = IndexRecipe(count=2048, heads=64, channels=128, interleaved=False)
+
+
+def wide_latents(latent: LatentRecipe | None) -> LatentRecipe | None:
+    return latent and (LATENT if latent.index is None else replace(LATENT, index=INDEX))
 
 
 def wide_mixer(mixer: MixerRecipe) -> MixerRecipe:
@@ -226,7 +232,7 @@ def wide(config: FamilyConfig, experts: int, shared: int) -> FamilyConfig:
     layers = [
         replace(
             layer,
-            attention=layer.attention and replace(layer.attention, latent=layer.attention.latent and LATENT),
+            attention=layer.attention and replace(layer.attention, latent=wide_latents(layer.attention.latent)),
             feed_forward=widened(part),
             mixer=layer.mixer and wide_mixer(layer.mixer),
         )
@@ -326,6 +332,10 @@ SIZES: dict[str, tuple[str, dict[str, Any]]] = {
         "deepseek-v3",
         {"hidden_size": 7168, "intermediate_size": 18_432, "heads": 128, "kv_heads": 1, "head_dim": 576},
     ),
+    "latents that are chosen": (
+        "deepseek-v32",
+        {"hidden_size": 7168, "intermediate_size": 18_432, "heads": 128, "kv_heads": 1, "head_dim": 704},
+    ),
     "latents": (
         "youtu",
         {"hidden_size": 2048, "intermediate_size": 6144, "heads": 16, "kv_heads": 1, "head_dim": 576},
@@ -340,6 +350,7 @@ EXPERTS = {
     "shared expert 20k": (2560, 20_480),
     "groups 110B": (1408, 1408),
     "latents 671B": (2048, 2048),
+    "latents that are chosen": (2048, 2048),
     "narrow experts": (512, 1024),
     "weighed inputs": (8192, 8192),
 }
@@ -372,7 +383,8 @@ def test_a_step_takes_no_more_than_is_counted(tmp_path: Path, size: str, ranks: 
             if group.keep is Keep.LATEST
         ]
         attention = [kernels] * (len(groups) - len(states))
-        latents = [LatentStep(each, None) for each in attention]
+        chosen = decoder.latent is not None and decoder.latent.index is not None
+        latents = [LatentStep(None, sparse=each) if chosen else LatentStep(each) for each in attention]
         model.logits(model.forward(ids, ids, StepCache(attention, states, latents))[:ROWS])
     counted = step_bytes(decoder, BF16, ranks, TOKENS, ROWS)
     assert counted / 4 < live.peak <= counted

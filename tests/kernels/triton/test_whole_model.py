@@ -145,10 +145,10 @@ def prompts_and_tables() -> tuple[list[list[int]], list[list[int]]]:
 
 WHOLE = ("gpt-oss", "llama4", "qwen3-5", "nemotron-h")
 """Windows and sinks, chunks, experts, and each kind of state. Other tests here compute layers of other kinds."""
-MORE = ("llama", "qwen3", "phimoe", "gemma3", "gemma4-shared", "qwen3-next")
+MORE = ("deepseek-v32", "glm-moe-dsa", "llama", "qwen3", "phimoe", "gemma3", "gemma4-shared", "qwen3-next")
 CAPTURED = ("gemma4-shared", "qwen3-5", "qwen3-moe")
 """Windows and shared keys, states, and experts. ``test_tokens_replayed_in_one_step`` captures a Llama."""
-MORE_CAPTURED = ("llama", "gemma3")
+MORE_CAPTURED = ("deepseek-v32", "glm-moe-dsa", "llama", "gemma3")
 DRAFTING = ("deepseek-v3", "qwen3-next")
 """Layers that draft with latents, and with keys and values."""
 
