@@ -51,7 +51,7 @@ lint: $(STAMP)
 	$(BIN)/lint-imports
 
 check: lint
-	$(PYTEST) -m "not integration and not nightly and not deploy" --hypothesis-profile=quick $(ARGS)
+	$(PYTEST) -m "not integration and not nightly and not deploy" $(ARGS)
 
 # Others may use the machine, and then a test that has to meet a lease or a heartbeat can be too late. What failed runs
 # once more, alone, and must pass then. The first failure stays in the output, and is a defect of the test at least.

@@ -1,26 +1,23 @@
-"""Says how many examples property tests try: fewer in ``make check`` than in ``make test``, and more at night."""
+"""Says how many examples property tests try: a third of the full number, and at night thrice the full number."""
 
 from __future__ import annotations
 
 from hypothesis import settings
 
-USUAL = 100
-"""A property test tries so many if it does not say how many."""
+FULL = 100
+"""The full number of examples of a property test that does not say how many it needs."""
 
 
 def load_profiles() -> None:
-    """Takes the profile ``usual``. ``--hypothesis-profile`` takes another one.
-
-    ``make check`` gives ``quick``, a third of the examples, and ``make test-all`` gives ``many``, thrice as many.
+    """Takes the profile ``few``, a third of the examples. ``make test-all`` gives ``many``, thrice the full number.
 
     An example has no deadline: how long it takes depends on what else the machine does.
     """
-    settings.register_profile("usual", settings(), max_examples=USUAL, deadline=None)
-    settings.load_profile("usual")
-    settings.register_profile("quick", settings(), max_examples=USUAL // 3)
-    settings.register_profile("many", settings(), max_examples=3 * USUAL)
+    settings.register_profile("few", settings(), max_examples=FULL // 3, deadline=None)
+    settings.load_profile("few")
+    settings.register_profile("many", settings(), max_examples=3 * FULL)
 
 
-def examples(usual: int) -> int:
-    """Returns the number of examples for a test that tries ``usual`` in ``make test``."""
-    return usual * settings().max_examples // USUAL
+def examples(full: int) -> int:
+    """Returns how many examples a test tries now whose full number is ``full``."""
+    return full * settings().max_examples // FULL
