@@ -195,10 +195,10 @@ def test_every_op_of_an_8b_model(launches: list[Launch]) -> None:
     ("layout", "heads", "window", "norms", "cap"),
     [
         pytest.param(KvLayout(3, 30, 16, 64, torch.bfloat16), 9, None, False, None, marks=pytest.mark.nightly),
-        (KvLayout(1, 18, 16, 256, torch.bfloat16), 4, 512, True, None),
-        (KvLayout(4, 26, 16, 256, torch.bfloat16), 8, 4096, False, 50.0),
+        pytest.param(KvLayout(1, 18, 16, 256, torch.bfloat16), 4, 512, True, None, marks=pytest.mark.nightly),
+        (KvLayout(4, 26, 16, 256, torch.bfloat16), 8, 4096, True, 50.0),
         (KvLayout(2, 28, 64, 80, torch.bfloat16), 14, None, False, None),
-        (KvLayout(3, 30, 16, 64, torch.float32), 9, None, True, None),
+        pytest.param(KvLayout(3, 30, 16, 64, torch.float32), 9, None, True, None, marks=pytest.mark.nightly),
     ],
     ids=["SmolLM2 135M", "Gemma 3 270M", "Gemma 2 2B", "padded heads in groups of 7", "SmolLM2 135M in fp32"],
 )
@@ -253,9 +253,9 @@ def attend_to_latents(rows: list[AttentionRow], layout: KvLayout, heads: int) ->
 @pytest.mark.parametrize(
     ("capability", "head_dim", "dtype", "prefill_keys", "decode_keys"),
     [
-        (80, 256, torch.bfloat16, 64, 64),
         (86, 256, torch.bfloat16, 16, 64),
-        (89, 128, torch.bfloat16, 64, 64),
+        pytest.param(80, 256, torch.bfloat16, 64, 64, marks=pytest.mark.nightly),
+        pytest.param(89, 128, torch.bfloat16, 64, 64, marks=pytest.mark.nightly),
         pytest.param(89, 256, torch.bfloat16, 16, 64, marks=pytest.mark.nightly),
         pytest.param(90, 256, torch.bfloat16, 64, 64, marks=pytest.mark.nightly),
         pytest.param(100, 256, torch.bfloat16, 64, 64, marks=pytest.mark.nightly),
@@ -335,7 +335,7 @@ NEMOTRON = replace(MOE_30B, activation=Activation.RELU_SQUARED, gated=False)
     ("form", "rows", "biased"),
     [
         pytest.param(MOE_30B, 1, False, marks=pytest.mark.nightly),
-        (GPT_OSS, 64, True),
+        pytest.param(GPT_OSS, 64, True, marks=pytest.mark.nightly),
         (DEEPSEEK, 4096, False),
         pytest.param(NEMOTRON, 64, False, marks=pytest.mark.nightly),
         pytest.param(replace(MOE_30B, dtype=torch.float32), 4096, False, marks=pytest.mark.nightly),
@@ -378,7 +378,7 @@ def test_experts_that_stay_packed(launches: list[Launch], form: ExpertsForm, row
     ("capability", "dtype"),
     [
         pytest.param(80, torch.bfloat16, marks=pytest.mark.nightly),
-        (86, torch.bfloat16),
+        pytest.param(86, torch.bfloat16, marks=pytest.mark.nightly),
         pytest.param(89, torch.bfloat16, marks=pytest.mark.nightly),
         pytest.param(90, torch.bfloat16, marks=pytest.mark.nightly),
         pytest.param(100, torch.bfloat16, marks=pytest.mark.nightly),
@@ -444,7 +444,7 @@ def test_products_with_packed_weights(launches: list[Launch], kind: BlockFormat)
 @pytest.mark.parametrize(
     ("capability", "kind"),
     [
-        (80, BlockFormat.Q6_K),
+        pytest.param(80, BlockFormat.Q6_K, marks=pytest.mark.nightly),
         pytest.param(86, BlockFormat.Q5_K, marks=pytest.mark.nightly),
         pytest.param(89, BlockFormat.Q4_K, marks=pytest.mark.nightly),
         pytest.param(90, BlockFormat.Q5_K, marks=pytest.mark.nightly),

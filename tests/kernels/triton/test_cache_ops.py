@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -96,10 +97,11 @@ def test_projection(layout: KvLayout, heads: int, tokens: int, normalised: bool,
     assert_near(got, cache, 4)
 
 
-def test_every_number_is_rounded_alike_in_fp8() -> None:
+@pytest.mark.parametrize("one_in", [64, pytest.param(16, marks=pytest.mark.nightly)])
+def test_every_number_is_rounded_alike_in_fp8(one_in: int) -> None:
+    """The interpreter, whose programs run one after another, takes one row in so many."""
     for dtype in (torch.float32, torch.bfloat16):
-        # The programs of the interpreter run one after another.
-        key = every_number(dtype)[:: 1 if DEVICE.type == "cuda" else 16]
+        key = every_number(dtype)[:: 1 if DEVICE.type == "cuda" else one_in]
         layout = KvLayout(1, 1, 16, 64, dtype, fp8=True)
         blocks = -(-len(key) // 16)
         got, wanted = layout.allocate(blocks, DEVICE), layout.allocate(blocks, torch.device("cpu"))

@@ -208,8 +208,14 @@ def test_a_long_context_in_parts(processors: int, window: int | None) -> None:
     check(step([(1, 700), (1, 3)], window=window), seed=processors, processors=processors)
 
 
-@pytest.mark.parametrize("window", [None, 30])
-@pytest.mark.parametrize("processors", [1, 2, 64])
+@pytest.mark.parametrize(
+    ("processors", "window"),
+    [
+        (1, None),
+        (64, 30),
+        *(pytest.param(*case, marks=pytest.mark.nightly) for case in ((1, 30), (2, None), (2, 30), (64, None))),
+    ],
+)
 def test_rows_that_share_a_block_table(processors: int, window: int | None) -> None:
     torch.manual_seed(processors)
     layout = KvLayout(2, 2, 16, 32, torch.float32) if processors == 1 else KvLayout(1, 2, 16, 32, torch.float32, 24)
