@@ -1,4 +1,7 @@
-"""Tests that P/D clusters serve models that only transformers computes, with the tokens of transformers, in fp32."""
+"""Tests that P/D clusters serve models that only transformers computes, with the tokens of transformers, in fp32.
+
+In every run, ``tests/models/test_hf_decoder.py`` computes them without a cluster.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +17,8 @@ PROMPTS = [random_prompt(length, seed=length) for length in (5, 37, 100)]
 SETTINGS = {"kv_cache_mib": 8, "max_num_batched_tokens": 32, "max_num_seqs": 8}
 
 
-FAMILIES = [
-    pytest.param(family, marks=() if place == 0 else pytest.mark.nightly)
-    for place, family in enumerate(sorted(FALLBACK))
-]
-"""One in each test run. ``tests/models`` computes the others without a cluster."""
-
-
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.nightly
+@pytest.mark.parametrize("family", sorted(FALLBACK))
 def test_a_pair_gives_the_tokens_of_transformers(demo_model: Path, tmp_path: Path, family: str) -> None:
     model = save_tiny_chat_model(demo_model, tmp_path, family)
     reference = Reference(model, NEW_TOKENS)

@@ -140,12 +140,11 @@ def a_node_that_drains_passes_its_answer_on(running: Cluster) -> None:
 @pytest.mark.parametrize(
     "case",
     [
-        "gemma2",
         "qwen3-next",
         *(
             pytest.param(case, marks=pytest.mark.nightly)
             for case in (
-                *("cohere2", "gemma4-shared", "gpt-oss", "llama4"),
+                *("cohere2", "gemma2", "gemma4-shared", "gpt-oss", "llama4"),
                 *("falcon-h1", "granitemoehybrid", "jamba", "lfm2-moe", "mamba2", "nemotron-h", "qwen3-5"),
             )
         ),

@@ -1,4 +1,7 @@
-"""Tests that a Harmony model calls functions and answers with a structure through prefill and decode nodes."""
+"""Tests that a Harmony model calls functions and answers with a structure through prefill and decode nodes.
+
+In every run, ``tests/api/test_harmony.py`` has such a model in one node, and ``test_tool_calls.py`` calls through both.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +27,7 @@ def likely(tokenizer: Tokenizer, *texts: str) -> dict[str, float]:
     return {str(tokenizer.encode(text, add_special_tokens=False)[0]): 100.0 for text in texts}
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(300)
 def test_calls_and_structures_come_through_prefill_and_decode_nodes(tiny_model: Path, tmp_path: Path) -> None:
     folder = save_harmony_model(tiny_model, tmp_path / "harmony")

@@ -1,9 +1,14 @@
-"""Tests a P/D cluster that serves a folder of quantised weights, which become blocks."""
+"""Tests a P/D cluster that serves a folder of quantised weights, which become blocks.
+
+In every run, ``test_blocks.py`` serves blocks of a file, and ``tests/models`` computes such folders.
+"""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
+
+import pytest
 
 from pdserve.config import Dtype
 from pdserve.models.checkpoint.config_reading import read_decoder_config
@@ -21,6 +26,7 @@ SHAPE = {"hidden_size": 128, "intermediate_size": 192, "num_attention_heads": 4,
 PROMPTS = [list(range(first, first + 37)) for first in (20, 200)]
 
 
+@pytest.mark.nightly
 def test_tokens_are_those_of_one_engine(demo_model: Path, tmp_path: Path) -> None:
     model = save_tiny_chat_model(demo_model, tmp_path / "model", "qwen3", **SHAPE, head_dim=32)
     folder, _ = quantised_folders(model, "fp8-blocks", tmp_path)
