@@ -92,12 +92,13 @@ _REASONS: dict[tuple[Fault, Victim | None, Phase | None], str] = {
 }
 
 _IN_EVERY_TEST_RUN = {
-    # What tests/faults/test_node_death.py and test_silent_node.py show of a cluster on one host is not repeated.
+    # What tests/faults/test_node_death.py shows of a cluster on one host is not repeated.
     (Fault.SIGKILL, Victim.PROXY, Phase.DECODE),
     (Fault.SIGKILL, Victim.DECODE, Phase.TRANSFER),
     (Fault.SIGSTOP, Victim.PREFILL, Phase.TRANSFER),
     (Fault.SIGSTOP, Victim.PROXY, Phase.DECODE),
     (Fault.SIGSTOP, Victim.DECODE, Phase.DECODE),
+    (Fault.HANG, Victim.DECODE, Phase.DECODE),
     (Fault.CUT, Victim.PREFILL, Phase.PREFILL),
     (Fault.CUT, Victim.PROXY, Phase.PREFILL),
     (Fault.CUT, Victim.DECODE, Phase.DECODE),
@@ -109,7 +110,6 @@ _IN_EVERY_TEST_RUN = {
     (Fault.DISK_FULL, Victim.PROXY, Phase.QUEUED),
     (Fault.DISK_FULL, Victim.PREFILL, Phase.PREFILL),
     (Fault.DISK_FULL, Victim.DECODE, Phase.TRANSFER),
-    (Fault.OOM_KILL, Victim.DECODE, Phase.DECODE),
     (Fault.POISON, Victim.PREFILL, Phase.PREFILL),
 }
 

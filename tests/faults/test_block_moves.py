@@ -1,4 +1,4 @@
-"""A decode node whose blocks run out under two streams gives one of them to a node that has some."""
+"""A node whose blocks run out under two streams gives one of them to a node that has some."""
 
 from __future__ import annotations
 
@@ -18,9 +18,11 @@ SEEDS = (31, 32)
 
 @pytest.fixture(scope="module")
 def crowded(slow_tiny_model: Path) -> Iterator[Cluster]:
-    """Yields two decode nodes, of which one gets all prompts that begin alike."""
+    """Yields two nodes, of which one gets all prompts that begin alike."""
     flags = ("--dtype", "bf16", "--kv-cache-mib", "1", "--max-model-len", "200")
-    with cluster(slow_tiny_model, *flags, decode=2, proxy_flags=("--policy", "prefix-affinity")) as running:
+    with cluster(
+        slow_tiny_model, *flags, prefill=0, decode=0, mixed=2, proxy_flags=("--policy", "prefix-affinity")
+    ) as running:
         yield running
 
 

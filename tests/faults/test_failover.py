@@ -245,7 +245,7 @@ def test_an_answer_in_one_piece_goes_on_at_another_node(failing: Failing) -> Non
     failing.replace(victim)
 
 
-@pytest.mark.parametrize("during", [False, True], ids=["before", "during"])
+@pytest.mark.parametrize("during", [pytest.param(False, marks=pytest.mark.nightly), True], ids=["before", "during"])
 def test_answers_go_on_without_the_prefill_node_too(
     failing: Failing, unbroken: dict[str, Answer], during: bool
 ) -> None:

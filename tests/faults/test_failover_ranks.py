@@ -23,7 +23,9 @@ def model(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_chat_model(demo_model, tmp_path_factory.mktemp("tiny"), **shape)
 
 
+@pytest.mark.nightly
 def test_answers_go_on_when_a_rank_dies(model: Path) -> None:
+    """In every run, ``test_ranks.py`` shows that such a node ends, and ``test_failover.py`` that answers then go on."""
     with cluster(model, *FLAGS, "--tensor-parallel-size", "2", prefill=0, decode=0, mixed=2) as running:
         unbroken = {name: client.answer() for name, client in requests("unbroken", running.url, ONLY).items()}
         clients = requests("killed", running.url, ONLY)

@@ -116,7 +116,9 @@ def test_a_rank_killed_under_a_request_ends_the_node(model: Path) -> None:
         assert f"tensor-parallel rank 1 (process {node.followers[0]}) was killed by SIGKILL" in node.process.output
 
 
+@pytest.mark.nightly
 def test_a_rank_that_hangs_ends_the_node(model: Path) -> None:
+    """In every run, one that idles hangs here, and one under a request in ``tests/engine/test_tp_ranks.py``."""
     with ranks(model, "--tp-timeout-ms", "3000") as node:
         with node.streaming() as rest_of_answer:
             os.kill(node.followers[0], signal.SIGSTOP)

@@ -1,4 +1,7 @@
-"""Tests that requests do not wait for a serving node that hangs like one whose host has vanished."""
+"""Tests that requests do not wait for a serving node that hangs like one whose host has vanished.
+
+In every run, cells of ``tests/faults/matrix`` stop the node or the engine of a stream.
+"""
 
 from __future__ import annotations
 
@@ -50,6 +53,7 @@ def standing_still(node: Node) -> Iterator[None]:
         os.kill(node.process.pid, signal.SIGCONT)
 
 
+@pytest.mark.nightly
 def test_an_answer_in_one_piece_comes_from_the_other_node(pair: Cluster) -> None:
     expected = pair.complete(PROMPT, NEW_TOKENS, ignore_eos=True)
     # A node's metrics still have a request for a moment after its answer: the wrong node would be taken for serving.
@@ -63,6 +67,7 @@ def test_an_answer_in_one_piece_comes_from_the_other_node(pair: Cluster) -> None
     pair.until_idle()
 
 
+@pytest.mark.nightly
 def test_answers_of_a_stopped_engine_come_from_the_other_node(pair: Cluster) -> None:
     """The node's API process lives: nothing but the engine's own silence tells that it hangs."""
     expected = pair.complete(PROMPT, NEW_TOKENS, ignore_eos=True)

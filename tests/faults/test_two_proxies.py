@@ -129,7 +129,9 @@ def two(slow_tiny_model: Path) -> Iterator[TwoProxies]:
         yield made
 
 
+@pytest.mark.nightly
 def test_a_killed_proxy_costs_no_request_and_no_answer_with_a_key(two: TwoProxies) -> None:
+    """In every run, a cell of ``tests/faults/matrix`` kills the proxy of a stream, whose client asks the other one."""
     second = two.urls[1]
     before = {name: Resuming([second], f"unbroken {name}", body) for name, body in BODIES.items()}
     unbroken = {name: client.answer() for name, client in before.items()}

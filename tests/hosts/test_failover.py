@@ -77,7 +77,9 @@ def divided(possible: None, slow_tiny_model: Path) -> Iterator[Divided]:
         end_together([node.process for node in running.cluster.nodes])
 
 
+@pytest.mark.nightly
 def test_a_stream_goes_on_when_the_host_of_its_node_is_cut_off(divided: Divided) -> None:
+    """In every run, the cell of ``tests/faults/matrix`` with a decode node that is cut off shows this of one stream."""
     cluster = divided.cluster
     body = {"model": MODEL, "prompt": prompt(1, 100), "max_tokens": 240, "ignore_eos": True, "seed": 1, "stream": True}
     body |= {"return_token_ids": True, "stream_options": {"include_usage": True}}

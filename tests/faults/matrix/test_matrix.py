@@ -15,22 +15,18 @@ from tests.hosts.conftest import possible
 
 __all__ = ["possible"]
 
-IN_EVERY_RUN: dict[str, tuple[str, ...]] = {
-    "hybrid": ("killed-decode_node-decode", "corrupt_block-prefill_node-transfer"),
-    "windowed": (),
-}
-"""The cells of models with cache groups that are played in every test run. All others of these models are nightly.
-
-In every run, ``tests/cluster/test_group_return.py`` kills a decode node of a model with windows.
-"""
 WITH_DRAFTS = ("killed-decode_node-decode", "out_of_memory-decode_node-decode", "corrupt_block-prefill_node-transfer")
 
 
 def cells(model: str) -> Sequence[object]:
+    """Returns the cells of a model. Those of models with cache groups are nightly.
+
+    In every run, ``tests/cluster/test_group_return.py`` kills a decode node of a model with states, and
+    ``tests/cluster/test_fp8_cache.py`` one of a model with windows.
+    """
     found = []
     for cell in TESTED:
-        nightly = cell.nightly if model == LLAMA.name else cell.name not in IN_EVERY_RUN[model]
-        marks = [pytest.mark.nightly] if nightly else []
+        marks = [pytest.mark.nightly] if cell.nightly or model != LLAMA.name else []
         found.append(pytest.param(model, cell, id=f"{model}-{cell.name}", marks=marks))
     return found
 
