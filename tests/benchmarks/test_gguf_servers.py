@@ -14,8 +14,13 @@ from pdserve.process import pdserve_command
 from tests.benchmarks.studies import run_study
 from tests.models.greedy import greedy_tokens, small_runner
 
+OFTEN = ("gpt-oss", "qwen3next")
+"""Matrices in eights and experts in MXFP4, and states: what the other shapes have lies between them."""
 
-@pytest.mark.parametrize("shape", SHAPES)
+
+@pytest.mark.parametrize(
+    "shape", [pytest.param(shape, marks=() if shape in OFTEN else pytest.mark.nightly) for shape in SHAPES]
+)
 def test_a_file_of_each_shape_is_a_model(tmp_path: Path, shape: str) -> None:
     path = tmp_path / "random.gguf"
     write_gguf(replace(SHAPES[shape], layers=4, experts=SHAPES[shape].experts and 8), path)

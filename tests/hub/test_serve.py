@@ -89,7 +89,7 @@ def test_a_node_that_is_stopped_while_it_fetches_ends_at_once(hub: FakeHub, tmp_
         assert node.wait() == 0
 
 
-@pytest.mark.parametrize("linked", [False, True])
+@pytest.mark.parametrize("linked", [pytest.param(False, marks=pytest.mark.nightly), True])
 def test_a_folder_of_the_cache_and_a_link_keep_their_names(
     hub: FakeHub, tiny: Path, tmp_path: Path, linked: bool
 ) -> None:

@@ -41,13 +41,13 @@ before = peak()
 runner = ModelRunner(folder, decoder, Dtype.FP32, 16, 4, 64, TorchKernels(), tp=Unsummed(rank, ranks))
 print(peak() - before)
 """
-HIDDEN, INNER, LAYERS, VOCAB = 1024, 4096, 12, 4096
+HIDDEN, INNER, LAYERS, VOCAB = 1024, 4096, 6, 4096
 FILES = 4
 
 
 @pytest.fixture(scope="module")
 def large_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Returns the folder of a model with about 400 MiB of bf16 weights in several files."""
+    """Returns the folder of a model with about 200 MiB of bf16 weights in several files."""
     folder = tmp_path_factory.mktemp("large")
     shapes = {"model.embed_tokens": (VOCAB, HIDDEN), "lm_head": (VOCAB, HIDDEN), "model.norm": (HIDDEN,)}
     for index in range(LAYERS):

@@ -34,7 +34,7 @@ def test_at_a_rate_auto_serves_as_many_within_targets_as_the_better_of_the_other
 
 
 @pytest.mark.parametrize(
-    ("clients", "itl_s", "least"), [(1, 0.017, 1.0), (4, 0.017, 0.97), nightly(4, 0.043, 0.97), (8, 0.043, 0.97)]
+    ("clients", "itl_s", "least"), [(1, 0.017, 1.0), nightly(4, 0.017, 0.97), nightly(4, 0.043, 0.97), (8, 0.043, 0.97)]
 )
 def test_auto_serves_clients_about_as_well_as_the_better_of_the_others(
     clients: int, itl_s: float, least: float
@@ -50,8 +50,8 @@ def test_auto_serves_clients_about_as_well_as_the_better_of_the_others(
 @pytest.mark.parametrize(
     ("shape", "ttft_s", "itl_s", "least"),
     [
-        ("256/64", 0.9, 0.0155, 1.3),
-        ("64/256", 0.29, 0.015, 0.97),
+        nightly("256/64", 0.9, 0.0155, 1.3),
+        nightly("64/256", 0.29, 0.015, 0.97),
         ("1024/32", 5.6, 0.0222, 0.95),
         ("mix", 1.27, 0.0158, 1.0),
     ],
@@ -69,14 +69,14 @@ def test_on_a_slower_machine_a_tight_target_is_kept_as_often_as_by_the_others(
     assert auto.good_per_s >= least * max(mixed.good_per_s, always.good_per_s)
 
 
-@pytest.mark.parametrize("clients", [1, nightly(4), nightly(8), 16])
+@pytest.mark.parametrize("clients", [nightly(1), nightly(4), nightly(8), 16])
 def test_where_nothing_is_told_clients_get_as_many_tokens_as_from_one_mixed_node(clients: int) -> None:
     mixed, auto = (_untold(clients, system, 0.017) for system in ("mixed", "auto"))
     assert auto.tokens_per_s >= 0.97 * mixed.tokens_per_s
 
 
 @pytest.mark.parametrize(
-    ("clients", "itl_s", "least"), [(1, 0.017, 1.0), (4, 0.017, 1.0), nightly(4, 0.043, 0.8), (8, 0.043, 0.75)]
+    ("clients", "itl_s", "least"), [nightly(1, 0.017, 1.0), (4, 0.017, 1.0), nightly(4, 0.043, 0.8), (8, 0.043, 0.75)]
 )
 def test_where_nothing_is_told_auto_keeps_streams_steady_at_the_cost_of_some_first_tokens(
     clients: int, itl_s: float, least: float
@@ -87,7 +87,9 @@ def test_where_nothing_is_told_auto_keeps_streams_steady_at_the_cost_of_some_fir
     assert auto.itl_p99_s / auto.itl_s < 0.5 * mixed.itl_p99_s / mixed.itl_s or clients == 1
 
 
-@pytest.mark.parametrize(("rate", "itl_s"), [(1.8, 0.017), nightly(1.8, 0.043), nightly(2.8, 0.017), (2.8, 0.043)])
+@pytest.mark.parametrize(
+    ("rate", "itl_s"), [nightly(1.8, 0.017), nightly(1.8, 0.043), nightly(2.8, 0.017), (2.8, 0.043)]
+)
 def test_where_nothing_is_told_auto_serves_a_rate_about_as_well_as_the_better_of_the_others(
     rate: float, itl_s: float
 ) -> None:
