@@ -6,6 +6,7 @@ import gc
 import os
 import signal
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -38,13 +39,14 @@ VOCABULARY = 4_096
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if _folder(item) in INTEGRATION:
+        if _folder(item.path) in INTEGRATION:
             item.add_marker(pytest.mark.integration)
     _longest_first(items)
 
 
-def _folder(item: pytest.Item) -> str:
-    return item.path.relative_to(TESTS).parts[0]
+@cache
+def _folder(path: Path) -> str:
+    return path.relative_to(TESTS).parts[0]
 
 
 def _longest_first(items: list[pytest.Item]) -> None:
@@ -57,11 +59,12 @@ def _longest_first(items: list[pytest.Item]) -> None:
     longest = {item.path for item in wanted if item.get_closest_marker("timeout")}
     long = {item.path for item in items if item.get_closest_marker("integration")}
 
-    def order(item: pytest.Item) -> tuple[bool, ...]:
-        folder = _folder(item)
-        return folder not in ONE_CLUSTER, item.path not in longest, folder not in INTEGRATION, item.path not in long
+    @cache
+    def order(path: Path) -> tuple[bool, ...]:
+        folder = _folder(path)
+        return folder not in ONE_CLUSTER, path not in longest, folder not in INTEGRATION, path not in long
 
-    items.sort(key=order)
+    items.sort(key=lambda item: order(item.path))
 
 
 def pytest_configure() -> None:
