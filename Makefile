@@ -9,10 +9,11 @@
 # make dist    the wheel and the source distribution, in dist
 # make soak    an hour of load and faults on a real cluster, with a verdict; ARGS="--minutes 5" for less
 # make docs    build the pages as a site, in site/, strictly: a broken link fails
+# make collect  load every test module, which compiles it for the tests that follow
 # make gpu     all that a GPU can show, with figures and a verdict
 # make clean   forget the virtual environment and all caches
 .DELETE_ON_ERROR:
-.PHONY: install lint check docs test test-all deploy-tools test-manifests test-deploy compat dist soak gpu demo clean
+.PHONY: install lint check docs collect test test-all deploy-tools test-manifests test-deploy compat dist soak gpu demo clean
 
 # The first interpreter that runs and is new enough; a shim that leads nowhere does not count.
 PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3; do \
@@ -61,6 +62,10 @@ test: $(STAMP)
 docs: export NO_MKDOCS_2_WARNING = 1
 docs: $(STAMP)
 	$(BIN)/mkdocs build --strict --quiet
+
+# pytest adds what an assert shows to the modules. Otherwise each of the processes of `make test` would do that.
+collect: $(STAMP)
+	@$(BIN)/python -m pytest -n 0 --collect-only -qq >/dev/null || $(BIN)/python -m pytest -n 0 --collect-only -qq
 
 test-all: $(STAMP)
 	$(PYTEST) -m "not deploy" --hypothesis-profile=many $(ARGS)
