@@ -62,7 +62,9 @@ def _longest_first(items: list[pytest.Item]) -> None:
     @cache
     def order(path: Path) -> tuple[bool, ...]:
         folder = _folder(path)
-        return folder not in ONE_CLUSTER, path not in longest, folder not in INTEGRATION, path not in long
+        # A cluster that is shared ends with the last test of its folder, so nothing comes between these.
+        rest = (path not in longest, folder not in INTEGRATION, path not in long)
+        return (False,) if folder in ONE_CLUSTER else (True, *rest)
 
     items.sort(key=lambda item: order(item.path))
 

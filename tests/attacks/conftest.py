@@ -36,7 +36,7 @@ def attacked(cluster_under_attack: Target) -> Target:
     return cluster_under_attack
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def cluster_under_attack(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
     """Yields one cluster for all attacks."""
     folder = tmp_path_factory.mktemp("tiny")

@@ -9,14 +9,14 @@ from tests.cluster.nodes import Cluster, ServedCluster, cluster, served
 from tests.cluster.test_shared_prefixes import KEYS
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def pd_cluster(tiny_model: Path) -> Iterator[ServedCluster]:
     """Yields two prefill and two decode nodes in fp32, which all tests share that do not break them."""
     with served(tiny_model, prefill=2, decode=2, dtype="fp32") as running:
         yield running
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def mixed_cluster(tiny_model: Path) -> Iterator[ServedCluster]:
     """Yields one mixed node in fp32, which prefills and decodes without transfers.
 
@@ -26,7 +26,7 @@ def mixed_cluster(tiny_model: Path) -> Iterator[ServedCluster]:
         yield running
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def tiny_pair(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     """Yields a prefill and a decode node of a tiny model, in fp32, with all that they log, behind five proxies.
 

@@ -13,7 +13,7 @@ from tests.cluster.nodes import MODEL, ServedCluster, http
 QUESTION: list[ChatCompletionMessageParam] = [{"role": "user", "content": "Count from one to five."}]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def answer(pd_cluster: ServedCluster) -> str:
     """Returns the greedy answer to QUESTION, which is not streamed."""
     reply = http(
