@@ -13,6 +13,7 @@ from gguf import GGMLQuantizationType
 
 from pdserve.settings import cache_folder
 from tests.models.lean_program import Case, Order, Results, answer, special_tokens
+from tests.nightly import nightly
 from tests.processes import lean_torch_command
 from tests.tiny_gguf import save_tiny_gguf
 from tests.tiny_models import FALLBACK, FAMILIES, save_tiny_model
@@ -40,10 +41,14 @@ STORED = ("F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")
 WIDTHS = {"hidden_size": 64, "num_attention_heads": 4, "head_dim": 16}
 
 
-@pytest.fixture(scope="module")
-def cases(tmp_path_factory: pytest.TempPathFactory) -> list[Case]:
-    """Returns every family that has a decoder here, every format of a GGUF file, and models of transformers."""
+@pytest.fixture(scope="module", params=["one set each", nightly("both sets")])
+def cases(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Case]:
+    """Returns every family that has a decoder here, every format of a GGUF file, and models of transformers.
+
+    In every run, each is computed by one of the two kernel sets, in turn.
+    """
     root = tmp_path_factory.mktemp("models")
+    both = request.param == "both sets"
     llama = save_tiny_model("llama", root / "of-gguf", **WIDTHS)
     files = [
         save_tiny_gguf(llama, root / f"{kind}.gguf", quantized=GGMLQuantizationType[kind], widths=(64, 96))
@@ -52,7 +57,12 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> list[Case]:
     native = [save_tiny_model(family, root / family) for family in sorted(FAMILIES)]
     others = [save_tiny_model(family, root / family) for family in sorted(FALLBACK)]
     return [
-        *(Case(str(path), compiled) for path in (*files, *native) for compiled in (False, True)),
+        *(
+            Case(str(path), compiled)
+            for place, path in enumerate((*files, *native))
+            for compiled in (False, True)
+            if both or compiled == bool(place % 2)
+        ),
         # The last ones, because they complete the process's torch.
         *(Case(str(path), False) for path in others),
     ]

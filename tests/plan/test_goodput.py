@@ -6,21 +6,15 @@ between others are nightly.
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from pdserve.plan.profile import read_profile
 from pdserve.plan.sizing import PlanTargets
+from tests.nightly import nightly
 from tests.plan.serving import AVX2_PROFILE, PROFILE, Served, at_rate, read_shape, to_clients
 
 MACHINE, SLOW_MACHINE = read_profile(PROFILE), read_profile(AVX2_PROFILE)
 TTFT_S = 0.7
-
-
-def nightly(*values: object) -> Any:
-    """Returns a row of a table that is tried in nightly runs alone."""
-    return pytest.param(*values, marks=pytest.mark.nightly)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from tests.engine.placement.serving_model import CHUNK, FRESH, SPEED, News, Outcome, Speed, Workload, serve
+from tests.nightly import nightly
 
 pytestmark = pytest.mark.integration
 
@@ -21,7 +22,9 @@ def best_of_fixed(work: Workload, shares: Sequence[float], nodes: int = 1, news:
     return max(outcomes, key=lambda outcome: outcome.tokens_per_s)
 
 
-@pytest.mark.parametrize(("clients", "shares"), [(4, (0.0, 0.2)), (8, (0.2, 0.3, 0.4)), (16, (0.3, 0.35, 0.4))])
+@pytest.mark.parametrize(
+    ("clients", "shares"), [nightly(4, (0.0, 0.2)), (8, (0.2, 0.3, 0.4)), nightly(16, (0.3, 0.35, 0.4))]
+)
 def test_a_decode_node_computes_the_share_that_is_best(clients: int, shares: Sequence[float]) -> None:
     work = Workload(clients)
     found, best = serve(work), best_of_fixed(work, shares)
@@ -29,7 +32,7 @@ def test_a_decode_node_computes_the_share_that_is_best(clients: int, shares: Seq
     assert found.ttft_s <= 1.1 * best.ttft_s
 
 
-@pytest.mark.parametrize(("nodes", "shares"), [(1, (0.2, 0.3, 0.4)), (3, (0.5, 0.6, 0.7))])
+@pytest.mark.parametrize(("nodes", "shares"), [nightly(1, (0.2, 0.3, 0.4)), (3, (0.5, 0.6, 0.7))])
 def test_old_news_cost_little_however_many_decode_nodes_share_a_prefill_node(
     nodes: int, shares: Sequence[float]
 ) -> None:

@@ -24,12 +24,14 @@ from tests.engine.speculation.test_drafts import (
 )
 from tests.engine.test_step_loop import Answer, engine, prompt
 from tests.models.tiny_drafting import ReferenceDrafts, save_tiny_drafting
+from tests.nightly import nightly
 
 pytestmark = pytest.mark.integration  # for the seconds that it takes
 
 COUNT = 3
 MTP = SchedulerConfig(max_num_seqs=12, max_num_batched_tokens=96, speculation=Speculate.MTP, draft_tokens=COUNT)
-CASES = ("deepseek-v3", "glm4-moe", "qwen3-next")
+CASES = ("deepseek-v3", nightly("glm4-moe"), "qwen3-next")
+"""Layers that draft with latents, and with keys and values: behind others like them, and behind states."""
 
 Drafted = list[tuple[list[int], list[int]]]
 
