@@ -18,26 +18,16 @@ PAGE = Path(__file__).parents[2] / "docs" / "simulation.md"
 IN_EVERY_TEST_RUN = {
     "digests are not compared",
     "the prefix cache forgets the salt",
-    "a block that is not full is found in the prefix cache",
     "the holders of a shared block are not counted",
-    "a request's first block is never freed",
     "a cancelled push keeps its blocks",
-    "a push's blocks are freed while they are sent",
-    "a cancelled fetch's blocks are freed at once",
     "a lease is compared the wrong way",
     "a ticket is taken twice",
-    "a ticket for another node is taken",
     "a request that has ended counts as under way",
     "an offered upgrade turns a body into the next request",
-    "a request has a place while its body is on its way",
     "a client that has closed its half gets no answer",
-    "a node tokenises without a ticket",
-    "requests wait for a host that is gone although the registry has dropped it",
     "two busy nodes turn a request away while a third is free",
-    "prompts that are fetched take the places of the batch",
     "a connection that has ended takes the next one with its number along",
     "a wrong draft is accepted",
-    "blocks with wrong drafts are found in the prefix cache",
 }
 """Some for each part of the product. The others are looked for at night."""
 NEARBY = 20
