@@ -29,6 +29,7 @@ from tests.engine.scheduling.test_scheduler import TARGET, Bench, expected
 from tests.engine.scheduling.test_scheduler_children import Pair
 from tests.engine.test_launched_step import PARAMETERS
 from tests.engine.test_step_loop import BLOCK_SIZE, MAX_LEN, Answer, engine, prompt
+from tests.nightly import nightly
 from tests.tiny_models import save_tiny_model
 
 pytestmark = pytest.mark.integration  # for the seconds that it takes
@@ -122,8 +123,9 @@ def test_an_answer_goes_on_after_any_number_of_its_tokens(folder: Path, runner: 
                 check_rest(got, whole, known)
 
 
-@pytest.mark.parametrize("prefix_cache", [False, True])
-@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(
+    ("overlap", "prefix_cache"), [(True, False), (False, True), nightly(False, False), nightly(True, True)]
+)
 def test_answers_go_on_beside_each_other(folder: Path, runner: ModelRunner, overlap: bool, prefix_cache: bool) -> None:
     """The cache finds blocks of the unbroken answers, and of those that were resumed before."""
     everything = [asked(name, seed, length=9 + 2 * seed) for seed, name in enumerate(FEATURES)]
@@ -169,7 +171,7 @@ def test_answers_of_the_compiled_kernels_are_bitwise_the_same(
 # ---------------------------------------------------------------- grammars beside the steps
 
 
-@pytest.mark.parametrize("how", [{}, {"temperature": 0.0}, {"top_p": 0.9}, EVERYTHING], ids=str)
+@pytest.mark.parametrize("how", [nightly({}), {"temperature": 0.0}, nightly({"top_p": 0.9}), EVERYTHING], ids=str)
 @pytest.mark.parametrize("heavy", ["in time", "out of time", "too heavy"])
 def test_an_answer_that_waits_for_its_grammar_has_the_same_tokens(
     folder: Path, runner: ModelRunner, monkeypatch: pytest.MonkeyPatch, heavy: str, how: dict[str, Any]

@@ -25,6 +25,7 @@ from pdserve_kernels.kv_layout import KvLayout
 from tests.core_words import write
 from tests.eventually import eventually
 from tests.kernels.random_blocks import random_blocks
+from tests.nightly import nightly
 from tests.tiny_models import save_tiny_model
 
 pytestmark = pytest.mark.integration
@@ -92,7 +93,13 @@ def ledger(tmp_path: Path) -> Iterator[CoreLedger]:
         yield opened
 
 
-@pytest.fixture(params=[(), IN_CONTAINER], ids=["process", "container"])
+IN_A_PROCESS = pytest.mark.parametrize(
+    "neighbour", [(), nightly(IN_CONTAINER)], ids=["process", "container"], indirect=True
+)
+"""For tests in which nothing depends on whether a container's process is there: others show that it is seen."""
+
+
+@pytest.fixture(params=[nightly(()), IN_CONTAINER], ids=["process", "container"])
 def neighbour(tmp_path: Path, ledger: CoreLedger, request: pytest.FixtureRequest) -> Iterator[Neighbour]:
     """Yields an engine that owns ``CORE``. Namespaces need root, which CI has."""
     if request.param and (why := why_no_container()) is not None:
@@ -126,6 +133,7 @@ def becomes(ledger: CoreLedger, expected: CoreWord) -> None:
     eventually(lambda: word(ledger) == expected, str(expected), PATIENCE_S)
 
 
+@IN_A_PROCESS
 def test_a_sleeping_engines_core_is_lent_and_wanted_back(
     compiled: CompiledKernels, ledger: CoreLedger, neighbour: Neighbour
 ) -> None:
@@ -283,6 +291,7 @@ def every_kernel(compiled: CompiledKernels) -> Callable[[], list[torch.Tensor]]:
     return compute
 
 
+@IN_A_PROCESS
 @pytest.mark.parametrize("threads", [1, 2])
 def test_results_do_not_depend_on_borrowed_cores(
     compiled: CompiledKernels, ledger: CoreLedger, neighbour: Neighbour, threads: int
@@ -315,6 +324,7 @@ def test_results_do_not_depend_on_borrowed_cores(
         torch.set_num_threads(before)
 
 
+@IN_A_PROCESS
 def test_a_models_logits_do_not_depend_on_borrowed_cores(
     compiled: CompiledKernels, ledger: CoreLedger, neighbour: Neighbour, tmp_path: Path
 ) -> None:

@@ -20,10 +20,11 @@ from pdserve.config import ReasoningFormat, ToolFormat
 from tests.api.call_grammars.random_model import RandomModel, read
 from tests.api.call_grammars.test_tool_grammar import reading
 from tests.api.message.test_parsers import FORMATS
+from tests.examples import examples
 
 pytestmark = pytest.mark.integration  # for the seconds that it takes
 
-WALKS = 12
+WALKS = examples(18)
 """How many random functions each test has, in each form."""
 NAMES = ("f", "f_", "9-to.5", "-", "get_weather")
 PARAMETERS = ("a", "from", "_", "days", "A_1")
