@@ -1,4 +1,4 @@
-"""How log lines look, and how many of them an event may cause.
+"""How log lines look, how many of them an event may cause, and what of others' texts a terminal is given.
 
 It writes log records as JSON, one object a line, for programs that collect logs.
 
@@ -173,3 +173,19 @@ def as_text(line: str) -> str:
         return line
     text = f"{read.time} {read.level} {read.logger}: {read.message}"
     return f"{text}\n{read.exception}" if read.exception else text
+
+
+_CONTROLS = {code: None for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}
+
+
+def printable(text: str) -> str:
+    """Returns ``text`` without control characters, of which line feeds and tabs stay.
+
+    With the others, a text could move the cursor, change the terminal or write to its clipboard.
+    """
+    return text.translate(_CONTROLS)
+
+
+def printable_line(text: str) -> str:
+    """Returns ``text`` as one line, with a question mark in place of each character that a terminal may obey."""
+    return text if text.isprintable() else "".join(char if char.isprintable() else "?" for char in text)

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, MutableMapping, Sequence
 
 from pdserve.errors import ConfigError, ModelError, PdserveError
-from pdserve.printable import printable
+from pdserve.log_format import printable
 from pdserve.process import die_with_parent, loading_libraries
 from pdserve.settings.sources import suggestion
 

@@ -18,8 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pdserve.errors import ModelError
-from pdserve.hub.names import GGUF, HubName
-from pdserve.hub.selection import label_of, parts_of
+from pdserve.hub.selection import GGUF, HubName, label_of, parts_of
 from pdserve.models.checkpoint.gguf.file import gguf_parts
 from pdserve.models.checkpoint.model_files import INDEX, SINGLE_FILE, TOKENIZERS, weight_files
 

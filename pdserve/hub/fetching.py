@@ -41,7 +41,7 @@ from huggingface_hub.utils import (  # type: ignore[attr-defined]  # its __init_
 from pdserve.errors import HubError, ModelError
 from pdserve.hub.cache import PARTIAL, CachedRepository
 from pdserve.hub.download import in_gb
-from pdserve.hub.names import HubName
+from pdserve.hub.selection import HubName
 
 # Otherwise each process asks the hub for a list of environment variables, tells it which of them this machine has, and
 # fails for a day where the hub's answer is no such list.

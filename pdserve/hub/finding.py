@@ -15,10 +15,10 @@ from pdserve.config import FetchConfig, ModelConfig, SchedulerConfig, Switch
 from pdserve.errors import HubError, ModelError
 from pdserve.hub.cache import CachedRepository, cache_of, cached_model, is_complete, repositories, repository_of
 from pdserve.hub.download import DownloadEnded, DownloadFailed, DownloadOrder, Message, shown_progress
-from pdserve.hub.names import HubName, hub_name
+from pdserve.hub.selection import HubName, hub_name
+from pdserve.log_format import printable
 from pdserve.models.checkpoint.gguf.file import is_gguf
 from pdserve.models.checkpoint.model_files import DEMO, DEMO_NAME, resolve_model, served_model_name
-from pdserve.printable import printable
 from pdserve.process import ServerProcess, python_program
 
 _TRUE = frozenset({"1", "ON", "YES", "TRUE"})

@@ -20,10 +20,9 @@ from pdserve.errors import HubError, ModelError
 from pdserve.hub.cache import CachedRepository, cached_model
 from pdserve.hub.download import DownloadEnded, DownloadFailed, DownloadOrder, DownloadProgress, Message, Note, in_gb
 from pdserve.hub.fetching import Fetcher, Listing, RemoteFile, alone, list_files, look_up
-from pdserve.hub.names import HubName, hub_name
-from pdserve.hub.selection import Selection, check_gguf_start, check_listing, check_settings, select
+from pdserve.hub.selection import HubName, Selection, check_gguf_start, check_listing, check_settings, hub_name, select
+from pdserve.log_format import printable
 from pdserve.models.checkpoint.model_files import INDEX, weight_files
-from pdserve.printable import printable
 from pdserve.process import die_with_parent
 
 _REPORT_S = 0.2

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pdserve.errors import ModelError
-from pdserve.hub.names import HubName, hub_name
+from pdserve.hub.selection import HubName, hub_name
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pdserve.errors import ModelError
-from pdserve.hub.names import HubName
-from pdserve.hub.selection import label_of, select
+from pdserve.hub.selection import HubName, label_of, select
 
 NAME = HubName("org/name")
 FOLDER = {"config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja"}

@@ -208,7 +208,7 @@ def experts_rows(
     _say(f"{name}: experts")
     dtype, budget_s = TORCH_DTYPES[config.model.dtype], config.engine.seconds
     hardware = measure(backend.device, dtype, config.engine.copy_mib, budget_s)
-    graphs = None if backend.graph_kernels is None else CudaGraphs
+    graphs = None if backend.graph_kernels is None else CudaGraphs()
     stack = ExpertStack([layer] * layers, backend.kernels, dtype, backend.device, graphs)
     for batch in batches:
         yield experts_row(name, hardware, stack, batch, budget_s)

@@ -34,7 +34,7 @@ from pdserve.cli.node_commands import leading_flags
 from pdserve.config import AdmissionConfig, ChatConfig, Switch, TalkConfig, UpConfig
 from pdserve.errors import ClusterFailed, ConfigError
 from pdserve.http.tls import Trust, read_authorities
-from pdserve.printable import printable
+from pdserve.log_format import printable
 from pdserve.process import pdserve_command
 from pdserve.serving import LONGEST_START_S, ClusterChild
 from pdserve.settings import load_with_file, state_folder

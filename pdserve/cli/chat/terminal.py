@@ -38,7 +38,7 @@ from pdserve.cli.chat.server import (
     read_timeline,
     stream_answer,
 )
-from pdserve.printable import printable
+from pdserve.log_format import printable
 from pdserve.settings.sources import suggestion
 from pdserve.wire.timeline import Timeline
 

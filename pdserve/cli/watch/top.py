@@ -24,7 +24,7 @@ from pdserve.cli.node_commands import KEY_ADVICE, error_message
 from pdserve.config import AdmissionConfig, Switch, TopConfig, WatchConfig
 from pdserve.errors import ConfigError, PdserveError
 from pdserve.http.tls import Trust, read_authorities
-from pdserve.printable import printable_line
+from pdserve.log_format import printable_line
 from pdserve.settings import load
 from pdserve.signals import StopSignals, stop_signals
 from pdserve.wire.cache_groups import Keep

@@ -23,7 +23,7 @@ from pdserve.config import AdmissionConfig, AskedRequestConfig, RequestTraceConf
 from pdserve.doctor.cluster import direct_opener
 from pdserve.errors import ConfigError
 from pdserve.http.tls import Trust, read_authorities
-from pdserve.printable import printable
+from pdserve.log_format import printable
 from pdserve.settings import load
 from pdserve.wire.status import IncidentKind, RequestView
 from pdserve.wire.timeline import Gaps, Moment, MomentKind, Phase, PhaseKind, ProcessKind, Timeline, TimelinePart

@@ -243,7 +243,7 @@ def _sources() -> list[Path]:
     """Returns the code that says which bytes a key means: it reads the weights, and puts several into one."""
     here = Path(__file__)
     formats = (path for folder in ("gguf", "safetensors") for path in sorted(here.parent.glob(f"{folder}/*.py")))
-    readers = [here, here.with_name("weights.py"), here.with_name("mapped_file.py"), *formats]
+    readers = [here, here.with_name("weights.py"), *formats]
     models = here.parents[1]
     builders = (path for folder in ("families", "parts") for path in sorted(models.glob(f"{folder}/*.py")))
     return [*readers, models / "decoder.py", models / "recipe.py", *builders]
@@ -320,3 +320,30 @@ def _map_over(memory: torch.Tensor, fd: int, start: int) -> None:
     flags = mmap.MAP_SHARED | _MAP_FIXED
     if libc.mmap(memory.data_ptr(), memory.nbytes, mmap.PROT_READ, flags, fd, start) != memory.data_ptr():
         raise OSError(ctypes.get_errno(), "memory cannot be mapped")
+
+
+class MappedFile:
+    """The bytes of a model's file, which nobody may write to. A part of it is in memory only while it is used."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises OSError if the file cannot be opened, and ValueError if it is empty."""
+        with path.open("rb") as file:
+            # torch wants memory that may be written to. Nobody does, and it would not reach the file.
+            self._mapping = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE)
+        self.size = len(self._mapping)
+
+    def tensor(self, dtype: torch.dtype, start: int, count: int) -> torch.Tensor:
+        """Returns ``count`` numbers, from byte ``start`` of the file on, without reading them."""
+        if not count:
+            return torch.empty(0, dtype=dtype)
+        return torch.frombuffer(self._mapping, dtype=dtype, count=count, offset=start)
+
+    def read_ahead(self, start: int, nbytes: int) -> None:
+        """Begins to read these bytes from the disk, in larger pieces than those in which they are used."""
+        first = start // mmap.PAGESIZE * mmap.PAGESIZE
+        if nbytes:
+            self._mapping.madvise(mmap.MADV_WILLNEED, first, start + nbytes - first)
+
+    def drop(self) -> None:
+        """Takes all that has been read out of this process's memory. Tensors stay: their bytes come again when used."""
+        self._mapping.madvise(mmap.MADV_DONTNEED)

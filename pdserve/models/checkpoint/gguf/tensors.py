@@ -36,7 +36,7 @@ from pdserve.models.checkpoint.gguf.settings import (
     gguf_settings,
 )
 from pdserve.models.checkpoint.gguf.states import MixerTensor, gated_norm, mixer_tensors
-from pdserve.models.checkpoint.mapped_file import MappedFile
+from pdserve.models.checkpoint.weight_file import MappedFile
 from pdserve.models.recipe import ExpertsRecipe, LayerRecipe, MlpBesideExperts, MlpRecipe, ModelRecipe
 from pdserve_kernels.contract import BLOCK_FORMATS, BlockFormat, BlockWeight
 from pdserve_kernels.feed_forward import Activation

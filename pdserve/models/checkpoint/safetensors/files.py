@@ -9,12 +9,12 @@ from pathlib import Path
 import torch
 
 from pdserve.errors import ModelError
-from pdserve.models.checkpoint.mapped_file import MappedFile
 from pdserve.models.checkpoint.model_files import INTEGER_FORMATS, PLAIN_FORMATS, weight_files
 from pdserve.models.checkpoint.safetensors.dequantising import read_blocks, read_plain
 from pdserve.models.checkpoint.safetensors.header import StoredTensor, read_header
 from pdserve.models.checkpoint.safetensors.quantisation import FORMS, Quantisation
 from pdserve.models.checkpoint.safetensors.quantised_tensors import BLOCKS, SCALES, quantised_tensors
+from pdserve.models.checkpoint.weight_file import MappedFile
 from pdserve_kernels.contract import BlockFormat, BlockWeight
 
 log = logging.getLogger(__name__)
