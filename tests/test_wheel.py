@@ -133,7 +133,8 @@ def test_an_installed_wheel_answers_a_question(built: tuple[Path, Path], tmp_pat
 
     (packages / "dependencies.pth").write_text(f"{Path(quart.__file__).parents[1]}\n")
     program = str(environment / "bin" / "pdserve")
-    flags = ("--port", "0", "--kv-cache-mib", "64", "--max-model-len", "512", "--ask", QUESTION)
+    nodes = ("--prefill", "0", "--decode", "0", "--mixed", "1")
+    flags = (*nodes, "--port", "0", "--kv-cache-mib", "64", "--max-model-len", "512", "--ask", QUESTION)
     with running([program, "up", "--model", "demo", *flags], clean_environ(XDG_STATE_HOME=str(tmp_path))) as up:
         assert up.wait(180) == 0, up.output
     assert "Paris" in up.output

@@ -1,4 +1,7 @@
-"""Tests a P/D cluster that computes from the blocks of the demo model's file."""
+"""Tests a P/D cluster that computes from the blocks of the demo model's file.
+
+In every run, ``tests/cli/test_up.py`` asks such a cluster, and ``tests/models/test_demo_gguf.py`` has the tokens.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +23,8 @@ from tests.cluster.nodes import ServedCluster, http, served
 from tests.eventually import eventually
 from tests.models.greedy import greedy_tokens
 from tests.processes import SECRET, clean_environ
+
+pytestmark = pytest.mark.nightly
 
 NEW_TOKENS = 12
 TEXTS = [

@@ -1,4 +1,7 @@
-"""``pdserve chat`` at a real cluster: which nodes answered, what became of a lost one, and what Ctrl-C ends."""
+"""``pdserve chat`` at a real cluster: which nodes answered, what became of a lost one, and what Ctrl-C ends.
+
+In every run, ``tests/cli/test_chat_cluster.py`` has a real node, and ``tests/cli/test_chat.py`` a scripted one.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from tests.cluster.nodes import Cluster, cluster, http, sample
 from tests.eventually import eventually
 from tests.processes import clean_environ
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.nightly]
 
 PROMPT = ">>> "
 

@@ -3,6 +3,8 @@
 One cluster has them all, in every order: the layer's keys and values come from a node that has filled them in or left
 them out, go back to such a node, and an answer goes on where it drafts otherwise. The tokens are those of transformers,
 in fp32.
+
+In every run, ``test_speculation.py`` has drafts by the text, and ``tests/engine/speculation`` those by the layer.
 """
 
 from __future__ import annotations
@@ -104,13 +106,8 @@ class Mixed:
         assert command(self.running, "role", node.name, role) == 0
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        "deepseek-v3",
-        *(pytest.param(case, marks=pytest.mark.nightly) for case in ("qwen3-next", "qwen3-5", *PLAIN_HYBRIDS)),
-    ],
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("case", ["deepseek-v3", "qwen3-next", "qwen3-5", *PLAIN_HYBRIDS])
 def test_nobody_can_tell_on_which_side_the_layer_drafts(demo_model: Path, tmp_path: Path, case: str) -> None:
     save, first_flags = (save_tiny, BY_TEXT) if case in PLAIN_HYBRIDS else (save_tiny_drafting, BY_LAYER)
     folder = answering_with(save(case, tmp_path, tie_word_embeddings=False), range(100, 103))

@@ -1,6 +1,6 @@
 """Tests a P/D cluster that serves a folder of quantised weights, which become blocks.
 
-In every run, ``test_blocks.py`` serves blocks of a file, and ``tests/models`` computes such folders.
+In every run, ``tests/cli/test_up.py`` serves blocks of a file, and ``tests/models`` computes such folders.
 """
 
 from __future__ import annotations

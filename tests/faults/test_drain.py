@@ -1,4 +1,8 @@
-"""Nodes that drain under running streams end long before the streams do, and no client notices."""
+"""Nodes that drain under running streams end long before the streams do, and no client notices.
+
+In every run, a node drains under one stream in ``tests/cluster/test_group_return.py``, and under load in
+``tests/cluster/test_role_switch.py``.
+"""
 
 from __future__ import annotations
 
@@ -60,6 +64,7 @@ def draining(slow_tiny_model: Path) -> Iterator[Draining]:
         yield Draining(Failing(running, slow_tiny_model, stack), (running.proxy, several))
 
 
+@pytest.mark.nightly
 def test_streams_move_to_another_node_and_the_old_one_ends(draining: Draining) -> None:
     unbroken: dict[str, Answer] = {name: client.answer() for name, client in draining.ask("unbroken").items()}
     clients = draining.ask("drained")

@@ -157,6 +157,7 @@ def test_prefill_node_killed_while_prefilling(broken: Broken, victims: Cluster, 
     eventually(lambda: remote(victims) == fetched + 1, "its metrics say so")
 
 
+@pytest.mark.nightly
 def test_prefill_engine_alone_killed(victims: Cluster, expected: list[int]) -> None:
     with prefilling(victims) as answer:
         os.kill(engine_pid(victims.prefill[0]), signal.SIGKILL)

@@ -1,4 +1,7 @@
-"""Tests hundreds of requests at once over real nodes. Some clients leave, and one node is killed."""
+"""Tests hundreds of requests at once over real nodes. Some clients leave, and one node is killed.
+
+In every run, clients leave in ``test_cancel.py``, and nodes are killed in ``test_node_death.py``.
+"""
 
 from __future__ import annotations
 
@@ -161,6 +164,7 @@ def stopped(nodes: list[Node]) -> Iterator[None]:
                 os.kill(engine, signal.SIGCONT)
 
 
+@pytest.mark.nightly
 def test_hundreds_of_requests_a_killed_node_and_clients_that_leave(
     nodes: Cluster, model: Path, wanted: list[list[int]]
 ) -> None:

@@ -16,6 +16,7 @@ from huggingface_hub import hf_hub_download, scan_cache_dir
 from pdserve.models.table import FAMILIES
 from tests.cli import in_process
 from tests.hub.fake_hub import FakeHub, Repository
+from tests.nightly import nightly
 from tests.processes import clean_environ, pdserve
 from tests.tiny_gguf import save_tiny_gguf
 
@@ -243,7 +244,7 @@ def test_too_small_a_disk_is_said_before_anything_large_is_fetched(
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"model_type": "deepseek_v4", "kv_lora_rank": 8}, "sparse attention is not served yet"),
+        nightly({"model_type": "deepseek_v4", "kv_lora_rank": 8}, "sparse attention is not served yet"),
         ({"quantization_config": {"quant_method": "aqlm"}}, "are quantised (config.json: aqlm)"),
     ],
 )
