@@ -158,9 +158,8 @@ MORE = (
     "gemma4-shared",
     "qwen3-next",
 )
-CAPTURED = ("gemma4-shared",)
-"""Windows and shared keys. Other tests here capture a Llama, and latents and experts."""
-MORE_CAPTURED = ("deepseek-v32", "glm-moe-dsa", "llama", "gemma3", "qwen3-5", "qwen3-moe")
+CAPTURED = ("deepseek-v32", "glm-moe-dsa", "llama", "gemma3", "gemma4-shared", "qwen3-5", "qwen3-moe")
+"""In every run, other tests here capture a Llama, and latents and experts."""
 DRAFTING = ("deepseek-v3",)
 """Experts, and a layer that drafts with latents."""
 MORE_DRAFTING = ("glm4-moe", "qwen3-next")
@@ -199,7 +198,8 @@ def test_tokens_replayed_in_one_step(captured: bool, tmp_path: Path) -> None:
     torch.testing.assert_close(runner.kv_cache.cpu(), peer.kv_cache, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("family", with_more(CAPTURED, MORE_CAPTURED))
+@pytest.mark.nightly
+@pytest.mark.parametrize("family", CAPTURED)
 def test_captured_decode_steps(family: str, tmp_path: Path) -> None:
     runner, peer = make_runners(save(family, tmp_path))
     prompts, tables = prompts_and_tables()
