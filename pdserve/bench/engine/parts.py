@@ -529,7 +529,6 @@ class ExpertStack:
 
         if self._graphs is None or rows > RECORDED:
             return seconds_of(call, self._device, budget_s), touched
-        call()  # What is compiled cannot be recorded.
         graph = self._graphs()
         graph.capture(call)
         return seconds_of(graph.replay, self._device, budget_s), touched
