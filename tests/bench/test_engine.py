@@ -22,7 +22,7 @@ from pdserve.bench.engine.subject import Drafting, Shape, Steps, Stored, open_su
 from pdserve.bench.report import Unit, changes, read_report, to_json
 from pdserve.config import Device, Dtype, ModelConfig, Switch
 from pdserve.config.bench import BenchEngineConfig, EngineBenchConfig
-from pdserve.errors import BenchError, ConfigError
+from pdserve.errors import BenchError, ConfigError, ModelError
 from pdserve.models.backend import Backend
 from pdserve.models.checkpoint.config_reading import read_family_config
 from pdserve.models.checkpoint.weights import Checkpoint
@@ -117,6 +117,12 @@ def test_a_model_with_latents_is_measured(tmp_path: Path) -> None:
     assert products_of(subject.config, {}).parameters == sum(module.weight.numel() for module in linears)
     rows = list(benchmark.subject_rows(BenchEngineConfig(engine=SMALL), subject, steps))
     assert {"decode step", "prefill step"} <= {row.what for row in rows}
+
+
+def test_a_model_that_attends_to_chosen_tokens_is_refused(tmp_path: Path) -> None:
+    model = save_tiny("deepseek-v32", tmp_path)
+    with pytest.raises(ModelError, match="tiny attends to tokens that an indexer chooses, and pdserve bench engine"):
+        open_subject("tiny", model, ModelConfig(device=Device.CPU), 16, Steps((1,), (41,), (42,)), compiled)
 
 
 def test_experts_have_rows_with_the_bytes_that_are_touched(tmp_path: Path) -> None:

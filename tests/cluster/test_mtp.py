@@ -108,8 +108,16 @@ class Mixed:
         assert command(self.running, "role", node.name, role) == 0
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize("case", ["deepseek-v3", "qwen3-next", "qwen3-5", *PLAIN_HYBRIDS])
+@pytest.mark.parametrize(
+    "case",
+    [
+        "deepseek-v3",
+        *(
+            pytest.param(case, marks=pytest.mark.nightly)
+            for case in ("deepseek-v32", "qwen3-next", "qwen3-5", *PLAIN_HYBRIDS)
+        ),
+    ],
+)
 def test_nobody_can_tell_on_which_side_the_layer_drafts(demo_model: Path, tmp_path: Path, case: str) -> None:
     save, first_flags = (save_tiny, BY_TEXT) if case in PLAIN_HYBRIDS else (save_tiny_drafting, BY_LAYER)
     folder = answering_with(save(case, tmp_path, tie_word_embeddings=False), range(100, 103))

@@ -30,6 +30,8 @@ from pdserve_kernels.contract import (
     ExpertsForm,
     ExpertWeights,
     HeadNorms,
+    IndexQueries,
+    SparseForm,
     UnreadWeight,
 )
 from pdserve_kernels.feed_forward import Activation, Routing, Scoring
@@ -248,6 +250,19 @@ def attend_to_latents(rows: list[AttentionRow], layout: KvLayout, heads: int) ->
     cache, tokens = layout.allocate(13, torch.device("cpu")), sum(row.new_tokens for row in rows)
     query, key = (torch.empty(tokens, count, layout.head_dim, dtype=layout.dtype) for count in (heads, 1))
     TritonKernels(PROCESSORS).plan_attention(layout, cache, rows, heads, 0.1)(1, query, key[None])
+
+
+def test_attention_to_chosen_tokens(launches: list[Launch]) -> None:
+    layout, rows = KvLayout(1, 2, 16, 704, torch.bfloat16, 512), [AttentionRow(1, 3000, range(188))]
+    cache = layout.allocate(188, torch.device("cpu"))
+    attend = TritonKernels(PROCESSORS).plan_sparse(layout, cache, rows, 128, 0.1, SparseForm(2048, 576))
+    query, key, chosen_by = (
+        torch.empty(1, *shape, dtype=layout.dtype) for shape in ((128, 576), (1, 1, 704), (64, 128))
+    )
+    attend(1, query, key, IndexQueries(chosen_by, torch.empty(1, 64)))
+    built = check(launches)
+    assert {"_kv_write_kernel", "_score_kernel", "_choose_kernel", "_decode_kernel", "_combine_kernel"} == built.keys()
+    assert "mma" in built["_score_kernel"].asm["ptx"]
 
 
 @pytest.mark.parametrize(
