@@ -70,7 +70,10 @@ def with_found_draft_model(
     """
     if not scheduler.used_draft_model:
         return scheduler
-    found = find_model(replace(model, path=scheduler.used_draft_model), environ)
+    try:
+        found = find_model(replace(model, path=scheduler.used_draft_model), environ)
+    except ModelError as exc:
+        raise ModelError(f"--draft-model: {exc}") from exc
     return replace(scheduler, draft_model=str(found.path))
 
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from pdserve.config import ModelConfig
-from pdserve.errors import ModelError
+from pdserve.cli.servers import check_draft_model
+from pdserve.config import ModelConfig, SchedulerConfig, Speculate
+from pdserve.errors import ConfigError, ModelError
 from pdserve.hub.cache import cache_of
 from pdserve.hub.download import DownloadProgress, Note, ProgressLines
-from pdserve.hub.finding import known_model
+from pdserve.hub.finding import known_model, with_found_draft_model
 
 PROGRAM = """
 import sys
@@ -39,6 +41,19 @@ def test_a_model_that_is_here_needs_neither_the_hub_nor_its_library(tiny: Path, 
     (tmp_path / "models--tiny--llama" / "refs" / "main").write_text(commit)
     assert find("tiny/llama", tmp_path) == f"{folder} tiny/llama []"
     assert find(f"tiny/llama@{commit}", tmp_path) == f"{folder} tiny/llama []"
+
+
+def test_a_draft_model_is_found_as_a_model_is_if_it_is_used(tiny: Path) -> None:
+    model, named = ModelConfig(path="demo"), SchedulerConfig(draft_model=str(tiny))
+    assert with_found_draft_model(named, model, {}).draft_model == str(tiny)
+    nowhere = SchedulerConfig(draft_model="/nowhere")
+    with pytest.raises(ModelError, match=r"--draft-model: there is no model '/nowhere'"):
+        with_found_draft_model(nowhere, model, {})
+    off = replace(nowhere, speculation=Speculate.OFF)
+    assert with_found_draft_model(off, model, {}) == off
+    check_draft_model(off)
+    with pytest.raises(ConfigError, match="--speculation auto alone, which is mtp"):
+        check_draft_model(replace(nowhere, speculation=Speculate.MTP))
 
 
 @pytest.mark.parametrize(
