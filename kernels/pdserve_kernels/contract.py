@@ -178,6 +178,8 @@ class UnreadWeight:
     shape: tuple[int, int]
     dtype: torch.dtype
     read: Callable[[], torch.Tensor]
+    parts: tuple[UnreadWeight, ...] = ()
+    """Those whose outputs it has one behind the other, if it is several tensors."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,12 +58,19 @@ class CompiledLinear:
         """An odd number of inputs has one more, which is 0: the kernel multiplies pairs."""
         inner = self._inner + self._odd
 
+        of_output = inner * weight.dtype.itemsize
+
         def pack(panels: torch.Tensor) -> None:
-            read = F.pad(weight.read(), (0, self._odd)).contiguous()
-            library.pack_linear(_bf16(read), read.data_ptr(), panels.data_ptr(), inner, self._outer)
+            first = 0
+            for part in _of_whole_panels(weight, library.linear_columns):
+                read = F.pad(part.read(), (0, 1)) if self._odd else part.read().contiguous()
+                library.pack_linear(
+                    _bf16(read), read.data_ptr(), panels.data_ptr() + first * of_output, inner, part.shape[0]
+                )
+                first += part.shape[0]
 
         columns = -(-self._outer // library.linear_columns) * library.linear_columns
-        self._panels = memory.filled(weight.key, columns * inner * weight.dtype.itemsize, pack)
+        self._panels = memory.filled(weight.key, columns * of_output, pack)
         self._bias = None if bias is None else bias.to(weight.dtype).contiguous()
         self._dtype = weight.dtype
         self._panels_at = self._panels.data_ptr()
@@ -91,6 +98,15 @@ class CompiledHeadLinear:
 
     def of_one(self, x: torch.Tensor, heads: slice) -> torch.Tensor:
         return torch.stack([linear(x) for linear in self.heads[heads]], 1)
+
+
+def _of_whole_panels(weight: UnreadWeight, columns: int) -> tuple[UnreadWeight, ...]:
+    """Returns what a weight consists of, if each but the last fills its panels; otherwise the weight as a whole.
+
+    What is packed by itself is not copied first, to lie behind the one before it.
+    """
+    whole = all(part.shape[0] % columns == 0 for part in weight.parts[:-1])
+    return weight.parts if weight.parts and whole else (weight,)
 
 
 def fits(library: Library, weight: torch.Tensor | UnreadWeight) -> bool:

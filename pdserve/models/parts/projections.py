@@ -128,9 +128,9 @@ def _stacked(weights: Sequence[UnreadWeight | BlockWeight]) -> UnreadWeight | Bl
     if blocks:
         stacked = torch.cat([weight.blocks for weight in blocks])
         return BlockWeight(blocks[0].format, stacked, key, blocks[0].dtype)
-    unread = [weight for weight in weights if isinstance(weight, UnreadWeight)]
+    unread = tuple(weight for weight in weights if isinstance(weight, UnreadWeight))
     shape = (sum(weight.shape[0] for weight in unread), unread[0].shape[1])
-    return UnreadWeight(key, shape, unread[0].dtype, lambda: torch.cat([weight.read() for weight in unread]))
+    return UnreadWeight(key, shape, unread[0].dtype, lambda: torch.cat([weight.read() for weight in unread]), unread)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,8 @@
 // Computes x @ weight.T + bias in bf16 or fp32.
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+
 #include "kept.h"
 #include "lent_cores.h"
 #include "panel.h"
@@ -67,18 +71,31 @@ void linear(const T* x, const T* panels, const T* bias, T* out, long rows, long 
 
 #endif
 
+// A pair of bf16 or one fp32 is a word. Whole lines of each row are read, and words of kColumns rows lie side by side.
+// What rows and columns lack is 0.
 template <class T>
 void pack(const T* weight, T* panels, long inner, long outer) {
-  constexpr long kP = kPair<T>;
-  const long depth = padded_to(inner, kP), count = padded_to(outer, kColumns) / kColumns;
+  constexpr long kP = kPair<T>, kLine = 16;
+  using Word = std::uint32_t;
+  static_assert(kP * sizeof(T) == sizeof(Word));
+  const long words = padded_to(inner, kP) / kP, count = padded_to(outer, kColumns) / kColumns;
 #pragma omp parallel for
   for (long p = 0; p < count; p++) {
-    for (long k = 0; k < depth; k++) {
-      for (long c = 0; c < kColumns; c++) {
-        const long column = p * kColumns + c;
-        const bool real = column < outer && k < inner;
-        panels[p * kColumns * depth + k / kP * kP * kColumns + c * kP + k % kP] = real ? weight[column * inner + k] : T{};
+    const T* rows = weight + p * kColumns * inner;
+    const long real = std::min(kColumns, outer - p * kColumns);
+    char* panel = (char*)(panels + p * kColumns * words * kP);
+    Word lines[kColumns][kLine] = {}, turned[kLine][kColumns];
+    for (long w = 0; w < words; w += kLine) {
+      const long some = std::min(kLine, words - w);
+      const long numbers = std::min(some * kP, inner - w * kP);
+      for (long c = 0; c < real; c++) {
+        lines[c][some - 1] = 0;
+        std::memcpy(lines[c], rows + c * inner + w * kP, numbers * sizeof(T));
       }
+      for (long k = 0; k < kLine; k++) {
+        for (long c = 0; c < kColumns; c++) turned[k][c] = lines[c][k];
+      }
+      std::memcpy(panel + w * sizeof turned[0], turned, some * sizeof turned[0]);
     }
   }
 }
@@ -109,7 +126,7 @@ extern "C" int pdserve_instructions() {
 #endif
 }
 
-// Packs [outer, inner] into panels of [outer padded to whole panels][inner] values. inner is even.
+// Packs [outer, inner] into panels of [outer padded to whole panels][inner padded to whole words] values.
 extern "C" void pdserve_pack_linear(int bf16, const void* weight, void* panels, long inner, long outer) {
   using namespace pdserve;
   if (bf16) return pack((const Bf16*)weight, (Bf16*)panels, inner, outer);
