@@ -198,6 +198,11 @@ _GROUP_BLOCK_BYTES = 768 * 1024
 _GROUP_BLOCKS = 128
 _HEAD_DIM = 64
 _GROUP_WINDOW = 128
+_LATENT_LAYERS = 4
+_LATENT_BYTES = _LATENT_LAYERS * (512 + 64) * 2
+"""What a token of four layers of DeepSeek V2 Lite has in bf16."""
+_LATENT_HEADS_BYTES = _LATENT_LAYERS * 16 * (128 + 64 + 128) * 2
+"""What it would have if the keys and values of its 16 heads were stored."""
 
 NOTES = (
     "fetches in a row, two under way at a time, each from the order to the landing of its last block: request, push, "
@@ -339,11 +344,18 @@ def _group_rows(prefill: PrefillProcess, setup: TransferSetup, repeats: int, cop
     _say("only what a window has")
     whole = CacheShape(_GROUP_BLOCK_BYTES, _GROUP_BLOCKS)
     windowed = dataclasses.replace(whole, window=_GROUP_WINDOW)
-    both = [moves(prefill, shape, _GROUP_BLOCKS, setup, repeats) for shape in (windowed, whole)]
-    rows.append(window_row(*both))
+    window, every = (moves(prefill, shape, _GROUP_BLOCKS, setup, repeats) for shape in (windowed, whole))
+    rows.append(smaller_row("with windows", "window only", "all blocks", window, every, window=_GROUP_WINDOW))
     _say("a KV cache in FP8")
-    fp8 = CacheShape(_GROUP_BLOCK_BYTES * (_HEAD_DIM + 1) // (2 * _HEAD_DIM), _GROUP_BLOCKS)
-    rows.append(fp8_row(moves(prefill, fp8, _GROUP_BLOCKS, setup, repeats), both[1]))
+    shape = CacheShape(_GROUP_BLOCK_BYTES * (_HEAD_DIM + 1) // (2 * _HEAD_DIM), _GROUP_BLOCKS)
+    fp8 = moves(prefill, shape, _GROUP_BLOCKS, setup, repeats)
+    rows.append(smaller_row("in FP8", "FP8", "bf16", fp8, every))
+    _say("latents, and the keys and values of all heads")
+    latents, heads = (
+        moves(prefill, CacheShape(BLOCK_TOKENS * nbytes, _GROUP_BLOCKS), _GROUP_BLOCKS, setup, repeats)
+        for nbytes in (_LATENT_BYTES, _LATENT_HEADS_BYTES)
+    )
+    rows.append(smaller_row("with latents", "latents", "all heads", latents, heads))
     return rows
 
 
@@ -447,34 +459,25 @@ def state_rows(moved: Mapping[Switch, Moves], nbytes: int, copy_bytes_per_s: flo
     ]
 
 
-def window_row(windowed: Mapping[Switch, Moves], whole: Mapping[Switch, Moves]) -> Row:
-    """Returns a prompt of a model whose layers have a window by turns, beside one whose layers all see everything."""
-    way = Switch.ON if Switch.ON in whole else Switch.OFF
-    mine, other = windowed[way], whole[way]
-    shape: dict[str, int | str] = {
-        "tokens": _GROUP_BLOCKS * BLOCK_TOKENS,
-        "window of half of the layers": _GROUP_WINDOW,
-    }
-    figures = (
-        Figure("fetch with the window only", mine.median_s * 1e3, Unit.MS, Better.LOWER),
-        Figure("fetch of all blocks", other.median_s * 1e3, Unit.MS, Better.LOWER),
-        Figure("window only : all blocks", mine.median_s / other.median_s, Unit.RATIO, Better.LOWER),
-        Figure("both CPUs, window only : all blocks", mine.cpu_s / other.cpu_s, Unit.RATIO, Better.LOWER),
-    )
-    return Row("transfer of a prompt with windows", shape, figures)
+def smaller_row(
+    title: str, name: str, beside: str, smaller: Mapping[Switch, Moves], whole: Mapping[Switch, Moves], window: int = 0
+) -> Row:
+    """Returns a prompt of which less moves, for the reason ``name``, ``beside`` one of as many tokens.
 
-
-def fp8_row(fp8: Mapping[Switch, Moves], whole: Mapping[Switch, Moves]) -> Row:
-    """Returns a prompt whose keys and values are in FP8, beside one of as many tokens in bf16."""
+    Half of the layers may have a ``window`` of so many tokens.
+    """
     way = Switch.ON if Switch.ON in whole else Switch.OFF
-    mine, other = fp8[way], whole[way]
+    mine, other = smaller[way], whole[way]
+    shape: dict[str, int | str] = {"tokens": _GROUP_BLOCKS * BLOCK_TOKENS}
+    if window:
+        shape["window of half of the layers"] = window
     figures = (
-        Figure("fetch in FP8", mine.median_s * 1e3, Unit.MS, Better.LOWER),
-        Figure("fetch in bf16", other.median_s * 1e3, Unit.MS, Better.LOWER),
-        Figure("FP8 : bf16", mine.median_s / other.median_s, Unit.RATIO, Better.LOWER),
-        Figure("both CPUs, FP8 : bf16", mine.cpu_s / other.cpu_s, Unit.RATIO, Better.LOWER),
+        Figure(f"fetch, {name}", mine.median_s * 1e3, Unit.MS, Better.LOWER),
+        Figure(f"fetch, {beside}", other.median_s * 1e3, Unit.MS, Better.LOWER),
+        Figure(f"{name} : {beside}", mine.median_s / other.median_s, Unit.RATIO, Better.LOWER),
+        Figure(f"both CPUs, {name} : {beside}", mine.cpu_s / other.cpu_s, Unit.RATIO, Better.LOWER),
     )
-    return Row("transfer of a prompt in FP8", {"tokens": _GROUP_BLOCKS * BLOCK_TOKENS}, figures)
+    return Row(f"transfer of a prompt {title}", shape, figures)
 
 
 def checksum_row(moved: Mapping[Switch, Moves], prefill_s: float) -> Row:
