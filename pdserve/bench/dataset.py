@@ -316,7 +316,8 @@ def _line_objects(name: str, file: io.BufferedReader) -> Iterator[_Found]:
 
 def _decode(name: str, number: int, line: bytes) -> _Line:
     try:
-        return _lines.decode(line.removeprefix(b"\xef\xbb\xbf"))
+        # msgspec before 0.23 and since say otherwise that a text is not UTF-8.
+        return _lines.decode(line.decode("utf-8-sig"))
     except msgspec.MsgspecError as exc:
         raise BenchError(f"{name}, line {number}: {exc}") from exc
     except UnicodeDecodeError as exc:
