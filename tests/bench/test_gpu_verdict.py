@@ -24,6 +24,10 @@ def report(attention: float, one: float, many: float, prefill: float, model: str
     for packed in verdict.PACKED if model == verdict.MODEL else ():
         rows += [step(batch, many * 1.07, packed) for batch in (1, 16, 64)]
         rows.append(Row("prefill step", {"model": packed, "chunk": 8192}, (rate,)))
+    if model == verdict.MODEL:
+        least = Figure("experts : least", many * 1.07, Unit.RATIO, Better.LOWER)
+        rows += [Row("experts alone", {"model": verdict.EXPERTS, "batch": batch}, (least,)) for batch in (1, 16, 64)]
+        rows.append(Row("experts alone", {"model": verdict.EXPERTS, "batch": 4096}, (rate,)))
     return Report("engine", this_machine("an H200"), {}, (), tuple(rows))
 
 
@@ -52,9 +56,9 @@ def test_each_target_is_judged(
     engine.write_bytes(to_json(report(*values[:4])))
     transfer.write_bytes(to_json(transfer_report(values[4])))
     monkeypatch.setattr("sys.argv", ["verdict", str(engine), str(transfer)])
-    # Steps with packed weights take 1.07 times as long here, which their targets allow.
-    steps, prefill = [met[2]] * 6, [met[3]] * 2
-    met = [*met, *steps, *prefill]
+    # Steps with packed weights and experts take 1.07 times as long here, which their targets allow.
+    steps, prefill, experts = [met[2]] * 6, [met[3]] * 2, [met[2]] * 3
+    met = [*met, *steps, *prefill, *experts, met[3]]
     assert verdict.main() == (0 if all(met) else 1)
     lines = capsys.readouterr().out.splitlines()
     assert [line.startswith("met") for line in lines] == met
