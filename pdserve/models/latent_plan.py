@@ -124,7 +124,7 @@ class ExpandedRow:
         keys[..., latent.plain : latent.plain + latent.turned] = turned
         # Another row may have left numbers there.
         keys[..., latent.plain + latent.turned :] = 0
-        query = F.pad(query, (0, self._room.shape[-1] - query.shape[-1]))
+        query = widened(query, self._room.shape[-1])
         out = []
         for some in self._some_heads():
             keys[..., : latent.plain] = to_key.of_one(latents, some).transpose(0, 1)
@@ -171,6 +171,12 @@ def plan_latents(
     spread = tuple(ExpandedRow(kernels, group, part.row, part.first, heads, scale, latent, room) for part in expanded)
     places, others = (moved.long() for moved in to_device([_tokens(direct), _tokens(sparse)], device))
     return LatentStep(attention, places, spread, chosen, others)
+
+
+def widened(x: torch.Tensor, channels: int) -> torch.Tensor:
+    """Returns ``x`` with so many channels, of which those behind its own are 0. It is ``x`` itself if it has them."""
+    missing = channels - x.shape[-1]
+    return F.pad(x, (0, missing)) if missing else x
 
 
 def sparse_form(latent: LatentRecipe) -> SparseForm | None:

@@ -12,11 +12,10 @@ more key of each, which stands behind the first one in the cache: so it is sent,
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
 from pdserve.models.checkpoint.decoder_config import FamilyConfig
 from pdserve.models.checkpoint.weights import ALL
-from pdserve.models.latent_plan import LatentStep
+from pdserve.models.latent_plan import LatentStep, widened
 from pdserve.models.parts.norms import LoadedNorm, load_norm
 from pdserve.models.parts.projections import Building, Projection, RowParallel, SideBySide, column_parallel
 from pdserve.models.parts.rotary import PositionTables, channel_order
@@ -80,8 +79,7 @@ class LatentAttention:
         if self._indexer is not None:
             parts.append(self._indexer.keys(x, tables))
         # A layer that takes another one's choice keeps as many channels as the others.
-        key = F.pad(torch.cat(parts, -1), (0, sizes.kept - sum(part.shape[1] for part in parts)))
-        key = key.view(1, tokens, 1, -1)
+        key = widened(torch.cat(parts, -1), sizes.kept).view(1, tokens, 1, -1)
         index = None
         if self._indexer is not None and step.sparse is not None:
             index = self._indexer.queries(x, down, tables)
@@ -115,8 +113,7 @@ class LatentAttention:
             return self._to_value(step.sparse(self._index, queries, key, index))
         assert step.attention is not None, "a step has rows"
         # Queries have no part for index keys.
-        queries = F.pad(queries, (0, key.shape[-1] - queries.shape[-1]))
-        return self._to_value(step.attention(self._index, queries, key))
+        return self._to_value(step.attention(self._index, widened(queries, key.shape[-1]), key))
 
 
 class Indexer:
