@@ -23,11 +23,17 @@ def stored_exponent(largest):
 
 
 @triton.jit
-def quantised(x, exponent):
-    """Returns fp32 ``x`` as uint8. ``exponent`` is that of the row of each number."""
+def scaled_down(x, exponent):
+    """Returns fp32 ``x`` as what is rounded. ``exponent`` is that of the row of each number."""
     finite = exponent < 255
     factor = (tl.where(finite, 254 - exponent, 0) << 23).to(tl.float32, bitcast=True)
-    scaled = tl.where(finite, x, 0.0) * factor
+    return tl.where(finite, x, 0.0) * factor
+
+
+@triton.jit
+def quantised(x, exponent):
+    """Returns fp32 ``x`` as uint8. ``exponent`` is that of the row of each number."""
+    scaled = scaled_down(x, exponent)
     bits = scaled.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     # Both round to the nearest, ties to even: the second by adding 1.5 * 2 ** 23.
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - 960

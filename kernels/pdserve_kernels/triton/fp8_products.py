@@ -20,7 +20,7 @@ import triton.language as tl
 from pdserve_kernels.contract import BlockFormat
 from pdserve_kernels.triton.block_ops import COLUMNS, ROWS, TritonBlockLinear, add_parts
 from pdserve_kernels.triton.block_packing import PACKED_FORMS, PackedWeight
-from pdserve_kernels.triton.fp8 import largest_bits, quantised, scale_of, stored_exponent
+from pdserve_kernels.triton.fp8 import largest_bits, quantised, scale_of, scaled_down, stored_exponent
 from pdserve_kernels.triton.paged_attention import launch_fitting
 
 LEAST_CAPABILITY = (8, 9)
@@ -44,9 +44,7 @@ def rounded(values, exponent):
     if _BY_BITS:
         result = quantised(values, exponent).to(tl.float8e4nv, bitcast=True)
     else:
-        finite = exponent < 255
-        factor = (tl.where(finite, 254 - exponent, 0) << 23).to(tl.float32, bitcast=True)
-        result = (tl.where(finite, values, 0.0) * factor).to(tl.float8e4nv)
+        result = scaled_down(values, exponent).to(tl.float8e4nv)
     return result
 
 

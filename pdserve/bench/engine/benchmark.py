@@ -198,7 +198,11 @@ def multiplies_bytes(subject: Subject) -> bool:
     """Returns whether weights in blocks are multiplied as bytes. A GPU does so with FP8 if it can, and no others."""
     if subject.device.type == "cpu":
         return bool(subject.formats)
-    return BlockFormat.FP8 in subject.formats.values() and torch.cuda.get_device_capability(subject.device) >= (8, 9)
+    # Only where there is a GPU: a CPU has no use for Triton.
+    from pdserve_kernels.triton.fp8_products import LEAST_CAPABILITY
+
+    in_fp8 = BlockFormat.FP8 in subject.formats.values()
+    return in_fp8 and torch.cuda.get_device_capability(subject.device) >= LEAST_CAPABILITY
 
 
 def experts_rows(
