@@ -326,6 +326,12 @@ class SparseForm:
     first: int
 
 
+def check_choosing(layout: KvLayout) -> None:
+    """Raises ValueError if no tokens can be chosen in such a cache."""
+    if not layout.shared_channels or layout.fp8 or layout.kv_heads != 1:
+        raise ValueError(f"tokens are chosen where keys have the values in them, not in {layout}")
+
+
 SCORES_AT_ONCE = 2**26
 """So many scores of index keys are on a GPU at a time (256 MiB), or those of one token."""
 

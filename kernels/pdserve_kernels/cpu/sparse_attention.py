@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from pdserve_kernels import reference
-from pdserve_kernels.contract import Attention, AttentionRow, IndexQueries, SparseForm
+from pdserve_kernels.contract import Attention, AttentionRow, IndexQueries, SparseForm, check_choosing
 from pdserve_kernels.host_copies import block_ids, joined
 from pdserve_kernels.kv_layout import KvLayout
 
@@ -95,8 +95,7 @@ class GatheredAttention:
 
 def contexts_of(rows: Sequence[AttentionRow], layout: KvLayout) -> Contexts:
     """Returns the contexts of the rows' new tokens."""
-    if not layout.shared_channels or layout.fp8 or layout.kv_heads != 1:
-        raise ValueError(f"tokens are chosen where keys have the values in them, not in {layout}")
+    check_choosing(layout)
     size = layout.block_size
     parts, lengths, starts, begin = [], [], [], 0
     for row in rows:

@@ -15,7 +15,14 @@ import torch
 import triton
 import triton.language as tl
 
-from pdserve_kernels.contract import SCORES_AT_ONCE, AttentionRow, DecodeTables, IndexQueries, SparseForm
+from pdserve_kernels.contract import (
+    SCORES_AT_ONCE,
+    AttentionRow,
+    DecodeTables,
+    IndexQueries,
+    SparseForm,
+    check_choosing,
+)
 from pdserve_kernels.host_copies import block_ids, joined, to_device
 from pdserve_kernels.kv_layout import KvLayout
 from pdserve_kernels.triton.attention_plan import new_slots
@@ -187,8 +194,7 @@ class TritonSparseAttention:
         form: SparseForm,
         processors: int,
     ) -> None:
-        if not layout.shared_channels or layout.fp8 or layout.kv_heads != 1:
-            raise ValueError(f"tokens are chosen where keys have the values in them, not in {layout}")
+        check_choosing(layout)
         self._layout, self._cache, self._slots, self._tables = layout, cache, slots, tables
         self._scale, self._form, self._max_context = scale, form, max_context
         self._one = replace(layout, num_layers=1, block_size=1, head_dim=form.first)
