@@ -241,7 +241,7 @@ class Resumption:
             self.moves_for_blocks += cut.reason is MoveReason.BLOCKS
             back = relayed.route is not None and relayed.route.decode.boot_id == stream.node.boot_id
             counts.move_ended(cut.reason, MoveOutcome.STAYED if back else MoveOutcome.MOVED, gap_s)
-        why = (str(loss) or repr(loss)) if cut is None else cut.reason.value
+        why = str(loss) if cut is None else cut.reason.value
         counts.incidents.add(
             IncidentKind.RESUMED if cut is None else IncidentKind.MOVED,
             f"its answer goes on at {relayed.decode_name}: {why}",

@@ -102,7 +102,7 @@ class JournaledAnswer:
                         "request_id=%s decode=%s lost while answering: %s",
                         relayed.request_id,
                         relayed.decode_name,
-                        str(loss) or repr(loss),
+                        loss,
                     )
             await resumption.go_on(self._begin, loss)
 

@@ -280,10 +280,9 @@ class EventStream:
             return b""
         if relayed.cut_short is None:
             if self._resumption is None or not self._resumption.planned:
-                reason = str(loss) or repr(loss)
                 relayed.node_lost()
                 log.warning(
-                    "request_id=%s decode=%s lost while streaming: %s", relayed.request_id, relayed.decode_name, reason
+                    "request_id=%s decode=%s lost while streaming: %s", relayed.request_id, relayed.decode_name, loss
                 )
             if self._resumption is not None:
                 try:
