@@ -26,6 +26,7 @@ from tests.eventually import eventually
 from tests.faults.test_node_death import engine_pid, kill
 from tests.models.tiny_drafting import answering_with, save_tiny_drafting
 from tests.models.tiny_families import save_tiny
+from tests.nightly import nightly
 from tests.tiny_models import Reference, add_chat_tokenizer, random_prompt
 
 FEW, SEEN = 24, 100
@@ -112,10 +113,7 @@ class Mixed:
     "case",
     [
         "deepseek-v3",
-        *(
-            pytest.param(case, marks=pytest.mark.nightly)
-            for case in ("deepseek-v32", "qwen3-next", "qwen3-5", *PLAIN_HYBRIDS)
-        ),
+        *(nightly(case) for case in ("deepseek-v32", "qwen3-next", "qwen3-5", *PLAIN_HYBRIDS)),
     ],
 )
 def test_nobody_can_tell_on_which_side_the_layer_drafts(demo_model: Path, tmp_path: Path, case: str) -> None:
