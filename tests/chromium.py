@@ -203,6 +203,8 @@ async def _port(file: Path) -> int:
     """Returns the port of the DevTools protocol, which the browser writes into a file when it listens."""
     async with asyncio.timeout(START_S):
         while True:
-            with suppress(FileNotFoundError, ValueError):
-                return int(file.read_text().splitlines()[0])  # noqa: ASYNC240  # it is tiny
+            with suppress(FileNotFoundError):
+                port, whole, _ = file.read_text().partition("\n")  # noqa: ASYNC240  # it is tiny
+                if whole:  # the browser may be writing it
+                    return int(port)
             await asyncio.sleep(0.02)

@@ -73,6 +73,8 @@ async def type_key(page: Page, key: str) -> None:
     await page.until("document.querySelector('#key-dialog').open")
     await page.evaluate("document.querySelector('#key-input').focus()")
     await page.write(key)
+    # A browser may tell only now that the dialog was closed before: what is typed stays.
+    await page.evaluate("document.querySelector('#key-dialog').dispatchEvent(new Event('close'))")
     await page.press("Enter", "\r")
 
 

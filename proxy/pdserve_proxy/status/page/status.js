@@ -621,6 +621,8 @@ for (const button of [byId("key"), byId("locked-unlock")]) {
   button.addEventListener("click", () => askForKey("An admin key shows the cluster and commands its nodes. Where there is none, an API key shows it."));
 }
 byId("key-dialog").addEventListener("close", () => {
+  // A browser may send this event only after somebody opened the dialog again, and typed into it.
+  if (byId("key-dialog").open) return;
   const typed = byId("key-input").value.trim();
   byId("key-input").value = "";
   const wish = byId("key-dialog").returnValue;
