@@ -40,6 +40,7 @@ from pdserve_kernels.triton import paged_attention
 from pdserve_kernels.triton.block_ops import TritonBlockLinear
 from pdserve_kernels.triton.block_packing import PACKED_FORMS
 from pdserve_kernels.triton.cache_ops import gather_blocks, scatter_blocks
+from pdserve_kernels.triton.fp8_products import TritonFp8Linear
 from pdserve_kernels.triton.triton_kernels import TritonKernels
 
 pytestmark = pytest.mark.integration
@@ -438,6 +439,12 @@ def block_linear(
     return kernels_of(capability).block_linear(BlockWeight(kind, blocks))
 
 
+def test_a_gpu_of_amd_is_not_taken_for_one_that_multiplies_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert type(block_linear(BlockFormat.FP8, capability=94)) is TritonFp8Linear
+    monkeypatch.setattr(torch.version, "hip", "6.4")  # an MI300 says that its capability is 9.4
+    assert type(block_linear(BlockFormat.FP8, capability=94)) is TritonBlockLinear
+
+
 @pytest.mark.parametrize(
     "kind",
     [
@@ -446,7 +453,7 @@ def block_linear(
     ],
 )
 def test_products_with_packed_weights(launches: list[Launch], kind: BlockFormat) -> None:
-    linear = block_linear(kind)
+    linear = block_linear(kind, capability=86)  # Newer GPUs multiply FP8 by another kernel.
     linear(torch.empty(1, 4096, dtype=torch.bfloat16, device="meta"))
     linear.rows(torch.empty(3, dtype=torch.int32, device="meta"))
     built = check(launches)

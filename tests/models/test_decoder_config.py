@@ -137,6 +137,8 @@ def test_every_decoder_of_transformers_is_accepted_or_refused_in_a_sentence(tmp_
             SMALL | {"first_k_dense_replace": 2},
             "first_k_dense_replace 2 is not supported; supported: 1",
         ),
+        ("exaone_moe", SMALL | {"mlp_layer_types": ["dense", "other"]}, "mlp_layer_types must be 'dense' or 'sparse'"),
+        ("exaone_moe", SMALL | {"mlp_layer_types": ["dense"]}, "mlp_layer_types must be 'dense' or 'sparse'"),
         ("axk1", SMALL | {"q_lora_rank": None}, "q_lora_rank, the channels that queries come from, is missing"),
         ("hy_v4", SMALL, r"it has latent attention \(kv_lora_rank\)"),
         ("lara_mini", {}, "layers with linear attention"),

@@ -23,8 +23,8 @@ from pdserve_kernels.triton.block_packing import PACKED_FORMS, PackedWeight
 from pdserve_kernels.triton.fp8 import largest_bits, quantised, scale_of, scaled_down, stored_exponent
 from pdserve_kernels.triton.paged_attention import launch_fitting
 
-LEAST_CAPABILITY = (8, 9)
-"""The compute capability of the first GPUs that multiply FP8."""
+_LEAST_CAPABILITY = (8, 9)
+"""The compute capability of the first GPUs of NVIDIA that multiply FP8."""
 GROUP = BlockFormat.FP8.elements
 FEW_ROWS = 16
 """Up to so many rows of a tile are rounded by each program that multiplies them: that takes less than a launch."""
@@ -36,6 +36,12 @@ ROUNDED_ROWS = 16
 _PIECE, _GROUP = tl.constexpr(32), tl.constexpr(GROUP)
 # The interpreter rounds to FP8 by cutting bits off.
 _BY_BITS = tl.constexpr(bool(triton.knobs.runtime.interpret))
+
+
+def multiplies_fp8(device: torch.device) -> bool:
+    """Returns whether a GPU multiplies FP8 as these kernels do it. AMD numbers its capabilities otherwise."""
+    found = torch.cuda.get_device_properties(device)
+    return torch.version.hip is None and (found.major, found.minor) >= _LEAST_CAPABILITY
 
 
 @triton.jit

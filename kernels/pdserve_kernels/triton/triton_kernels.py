@@ -33,7 +33,7 @@ from pdserve_kernels.triton.attention_plan import SpanTables, plan_step
 from pdserve_kernels.triton.block_ops import TritonBlockLinear
 from pdserve_kernels.triton.cache_ops import kv_write, store_projected
 from pdserve_kernels.triton.expert_ops import TritonExperts
-from pdserve_kernels.triton.fp8_products import LEAST_CAPABILITY, TritonFp8Linear
+from pdserve_kernels.triton.fp8_products import TritonFp8Linear, multiplies_fp8
 from pdserve_kernels.triton.paged_attention import (
     decode_attention,
     decode_splits,
@@ -172,8 +172,7 @@ class TritonKernels:
     @classmethod
     def of(cls, device: torch.device) -> TritonKernels:
         """Returns the set for a GPU."""
-        found = torch.cuda.get_device_properties(device)
-        return cls(found.multi_processor_count, fp8=(found.major, found.minor) >= LEAST_CAPABILITY)
+        return cls(torch.cuda.get_device_properties(device).multi_processor_count, fp8=multiplies_fp8(device))
 
     @property
     def name(self) -> str:

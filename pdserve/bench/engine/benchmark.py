@@ -199,10 +199,9 @@ def multiplies_bytes(subject: Subject) -> bool:
     if subject.device.type == "cpu":
         return bool(subject.formats)
     # Only where there is a GPU: a CPU has no use for Triton.
-    from pdserve_kernels.triton.fp8_products import LEAST_CAPABILITY
+    from pdserve_kernels.triton.fp8_products import multiplies_fp8
 
-    in_fp8 = BlockFormat.FP8 in subject.formats.values()
-    return in_fp8 and torch.cuda.get_device_capability(subject.device) >= LEAST_CAPABILITY
+    return BlockFormat.FP8 in subject.formats.values() and multiplies_fp8(subject.device)
 
 
 def experts_rows(

@@ -338,7 +338,7 @@ class Glm4MoeLiteSettings(DeepseekV3Settings, kw_only=True):
         super().check()
         if self.first_k_dense_replace != 1 and not self.dense_first:
             raise ModelError(f"first_k_dense_replace {self.first_k_dense_replace} is not supported; supported: 1")
-        _check_kinds(self.kinds(), self.num_hidden_layers)
+        check_kinds(self.kinds(), self.num_hidden_layers)
 
     def kinds(self) -> list[str]:
         return super().kinds() if self.mlp_layer_types is None else self.mlp_layer_types
@@ -359,7 +359,7 @@ class DeepseekV32Settings(DeepseekV3Settings, kw_only=True):
 
     def check(self) -> None:
         super().check()
-        _check_kinds(self.kinds(), self.num_hidden_layers)
+        check_kinds(self.kinds(), self.num_hidden_layers)
         if self.q_lora_rank is None:
             raise ModelError("q_lora_rank, the channels that the queries of an indexer come from, is missing")
         if self.index_head_dim < self.qk_rope_head_dim:
@@ -559,7 +559,7 @@ def _check_routing(given: str, known: str, every: int) -> None:
         )
 
 
-def _check_kinds(kinds: Sequence[str], layers: int) -> None:
+def check_kinds(kinds: Sequence[str], layers: int) -> None:
     """Raises ModelError unless each layer's feed-forward part is one, or of experts."""
     if len(kinds) != layers or not set(kinds) <= {DENSE, SPARSE}:
         raise ModelError(f"mlp_layer_types must be {DENSE!r} or {SPARSE!r} for each of the layers")

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import ClassVar
 
-from pdserve.errors import ModelError
-from pdserve.models.families.deepseek import routed
+from pdserve.models.families.deepseek import DENSE, check_kinds, routed
 from pdserve.models.families.olmo import NORMS_BEHIND
 from pdserve.models.families.settings import FULL, NONE, SLIDING, Count, FamilySettings, windows_of
 from pdserve.models.recipe import (
@@ -120,12 +119,12 @@ class ExaoneMoeSettings(Exaone4Settings, kw_only=True):
 
     def check(self) -> None:
         super().check()
-        if self.mlp_layer_types is not None and len(self.mlp_layer_types) < self.num_hidden_layers:
-            raise ModelError(f"mlp_layer_types has no kind for each of {self.num_hidden_layers} layers")
+        if self.mlp_layer_types is not None:  # It may have kinds of further layers: those that draft.
+            check_kinds(self.mlp_layer_types[: self.num_hidden_layers], self.num_hidden_layers)
 
     def feed_forward(self, index: int) -> FeedForwardRecipe:
         kinds = self.mlp_layer_types
-        dense = index < self.first_k_dense_replace if kinds is None else kinds[index] == "dense"
+        dense = index < self.first_k_dense_replace if kinds is None else kinds[index] == DENSE
         return self.mlp() if dense else replace(routed(self), correction="mlp.e_score_correction_bias")
 
     def layer(self, index: int) -> LayerRecipe:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import strategies as st
 
-from pdserve_kernels.triton.fp8_products import LEAST_CAPABILITY
+from pdserve_kernels.triton.fp8_products import multiplies_fp8
 
 CPU = torch.device("cpu")
 DEVICE = torch.device("cuda") if torch.cuda.is_available() else CPU
@@ -16,7 +16,7 @@ PRODUCT_DTYPES = st.sampled_from(
     [torch.float32, torch.float16, *([torch.bfloat16] if DEVICE.type == "cuda" else [])]
 )
 NEEDS_FP8 = pytest.mark.skipif(
-    DEVICE.type == "cuda" and torch.cuda.get_device_capability() < LEAST_CAPABILITY, reason="this GPU multiplies no FP8"
+    DEVICE.type == "cuda" and not multiplies_fp8(DEVICE), reason="this GPU multiplies no FP8"
 )
 SEEDS = st.integers(0, 2**32 - 1)
 
