@@ -328,7 +328,7 @@ class SparseForm:
 
 def check_choosing(layout: KvLayout) -> None:
     """Raises ValueError if no tokens can be chosen in such a cache."""
-    if not layout.shared_channels or layout.fp8 or layout.kv_heads != 1:
+    if not layout.shared_channels or layout.kv_heads != 1:
         raise ValueError(f"tokens are chosen where keys have the values in them, not in {layout}")
 
 

@@ -121,8 +121,8 @@ def quantised(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def dequantised(numbers: torch.Tensor, exponents: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Returns in ``dtype`` what ``quantised`` made. bf16 and fp32 have each of these numbers exactly."""
-    scale = (exponents.int() << 23).view(torch.float32)
-    return (numbers.view(torch.float8_e4m3fn).float() * scale.unsqueeze(-1)).to(dtype)
+    scale = (exponents.int() << 23).view(torch.float32).to(dtype)
+    return numbers.view(torch.float8_e4m3fn).to(dtype).mul_(scale.unsqueeze(-1))
 
 
 def stored(cache: torch.Tensor, layout: KvLayout) -> torch.Tensor:

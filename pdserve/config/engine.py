@@ -103,8 +103,8 @@ class CacheConfig:
     kv_cache_dtype: KvCacheDtype = setting(
         "kv-cache-dtype",
         "Keys and values are stored and sent in this number format. 'auto' is --dtype. 'fp8' (e4m3) takes half the "
-        "bytes of bfloat16, and rounds. All nodes need the same value. It is not for latent attention, recurrent "
-        "states and models that transformers computes.",
+        "bytes of bfloat16, and rounds. All nodes need the same value. It is not for recurrent states and models that "
+        "transformers computes.",
         KvCacheDtype.AUTO,
         spellings={"fp8_e4m3": "fp8"},
     )

@@ -28,7 +28,7 @@ from pdserve_kernels.contract import (
     SparseAttention,
     SparseForm,
 )
-from pdserve_kernels.cpu.torch_kernels import KvWrite
+from pdserve_kernels.cpu.torch_kernels import KvWrite, numbers
 from pdserve_kernels.host_copies import block_ids, to_device
 from pdserve_kernels.kv_layout import KvLayout
 
@@ -43,7 +43,8 @@ LEAST_EXPANDED = 32
 def expanded_bytes(latent: LatentRecipe, context: int, item_bytes: int) -> int:
     """Returns the most bytes that a row's expanded keys and values have at once, and what they are made of."""
     room = max(2 * _padded(context) * _width(latent) * item_bytes, EXPANDED_BYTES)
-    return 2 * room + context * (latent.kept + latent.rank) * item_bytes
+    # What is kept in FP8 is there once more, as it is stored.
+    return 2 * room + context * ((latent.kept + latent.rank) * item_bytes + latent.kept)
 
 
 def choosing_bytes(latent: LatentRecipe, tokens: int, context: int) -> int:
@@ -118,7 +119,8 @@ class ExpandedRow:
         """
         latent, context = self._latent, self._context
         self._write(layer, key)
-        kept = self._tiles.index_select(0, self._index + layer).view(-1, self._layout.head_dim)[:context]
+        tiles = numbers(self._layout, self._tiles.index_select(0, self._index + layer))
+        kept = tiles.view(-1, self._layout.head_dim)[:context]
         latents, turned = kept[:, : latent.rank].contiguous(), kept[:, latent.rank : latent.channels]
         keys, values = self._room[0, :, 0, 0, :context], self._room[0, :, 0, 1, :context]
         keys[..., latent.plain : latent.plain + latent.turned] = turned

@@ -174,8 +174,6 @@ def check_kv_dtype(config: DecoderConfig, kv_dtype: KvCacheDtype) -> None:
     refused = f"--kv-cache-dtype {kv_dtype.value} is not for"
     if not isinstance(config, FamilyConfig):
         raise ConfigError(f"{refused} models that transformers computes; give --kv-cache-dtype auto")
-    if config.latent is not None:
-        raise ConfigError(f"{refused} latent attention, which has few numbers a token; give --kv-cache-dtype auto")
     if any(group.keep is Keep.LATEST for group in layer_groups(config).groups):
         raise ConfigError(f"{refused} models with recurrent states; give --kv-cache-dtype auto")
 

@@ -117,6 +117,8 @@ def test_a_model_with_latents_is_measured(tmp_path: Path) -> None:
     assert products_of(subject.config, {}).parameters == sum(module.weight.numel() for module in linears)
     rows = list(benchmark.subject_rows(BenchEngineConfig(engine=SMALL), subject, steps))
     assert {"decode step", "prefill step"} <= {row.what for row in rows}
+    (decode,) = (row for row in rows if row.what == "decode step")
+    assert decode.figure("attention in FP8 : attention").value > 0
 
 
 def test_a_model_that_attends_to_chosen_tokens_is_refused(tmp_path: Path) -> None:

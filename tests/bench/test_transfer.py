@@ -65,6 +65,8 @@ def test_a_run_measures_all_and_can_be_compared(tmp_path: Path) -> None:
     assert fp8.figure("FP8 : bf16").value > 0
     (latents,) = report.rows_of("transfer of a prompt with latents")
     assert latents.figure("latents : all heads").value > 0
+    (fp8,) = report.rows_of("transfer of a prompt with latents in FP8")
+    assert fp8.figure("FP8 : bf16").value > 0
     assert len(report.rows_of("overhead of a block")) == 1
     assert [row.figure("received").value > 0 for row in report.rows_of("decode step while KV blocks come in")] == [
         True,

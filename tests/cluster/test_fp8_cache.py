@@ -10,6 +10,7 @@ import pytest
 
 from pdserve.config import Dtype, KvCacheDtype
 from pdserve.models.checkpoint.config_reading import read_decoder_config
+from pdserve.models.layer_groups import layer_groups
 from pdserve.settings import cache_folder
 from pdserve_kernels.cpu.compiled_kernels import CompiledKernels
 from pdserve_kvtransfer.pieces import head_map
@@ -25,7 +26,7 @@ from tests.models.tiny_families import save_tiny_chat_family
 from tests.tiny_models import random_prompt, save_tiny_chat_model
 
 FP8 = ("--kv-cache-dtype", "fp8")
-WINDOWED = "ministral"
+WINDOWED, LATENTS, INDEXED = "ministral", "deepseek-v3", "glm-moe-dsa"
 
 
 def alone(model: Path, prompt: list[int], count: int, dtype: Dtype = Dtype.FP32) -> list[int]:
@@ -94,15 +95,34 @@ def check(running: Cluster, pair: Pair, model: Path, wanted: list[list[int]]) ->
     assert decode.metric("kv_transfer_bytes_total", direction="received") - before == rows * (config.head_dim + 1)
 
 
-@pytest.fixture(scope="module", params=[pytest.param("llama", marks=pytest.mark.nightly), WINDOWED])
+@pytest.mark.timeout(600)
+def test_ranks_have_all_latents(demo_model: Path, tmp_path: Path) -> None:
+    """Each rank of a decode node takes them from one rank of the prefill node."""
+    model = save_tiny_chat_family(demo_model, LATENTS, tmp_path)
+    wanted, config = [alone(model, prompt, NEW_TOKENS) for prompt in PROMPTS], read_decoder_config(model)
+    (group,) = layer_groups(config).groups
+    pairs = [pair(2, 1), pair(1, 2, *NOT_MAPPED)]
+    with clusters(model, pairs) as made:
+        for one, running in made.items():
+            (decode,), ((_, flags), (ranks, _)) = running.decode, one
+            before = decode.metric("kv_transfer_bytes_total", direction="received")
+            ranked.check(running, wanted, 0 if NOT_MAPPED[0] in flags else ranks)
+            rows = group.layers * sum(-(-len(prompt) // 16) * 16 for prompt in PROMPTS)
+            received = decode.metric("kv_transfer_bytes_total", direction="received") - before
+            assert received == ranks * rows * (group.numbers + 1)
+
+
+@pytest.fixture(
+    scope="module", params=[*(pytest.param(case, marks=pytest.mark.nightly) for case in ("llama", WINDOWED)), INDEXED]
+)
 def lasting(
     request: pytest.FixtureRequest, slow_tiny_model: Path, demo_model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Cluster, Path]]:
     """Yields clusters whose answers last long enough for one of two decode nodes to be lost."""
     model = slow_tiny_model
-    if request.param == WINDOWED:
-        folder = tmp_path_factory.mktemp(WINDOWED)
-        model = save_tiny_chat_family(demo_model, WINDOWED, folder, max_position_embeddings=2048)
+    if request.param != "llama":
+        folder = tmp_path_factory.mktemp(request.param)
+        model = save_tiny_chat_family(demo_model, request.param, folder, max_position_embeddings=2048)
     with cluster(model, "--dtype", "bf16", "--kv-cache-mib", "64", *FP8, decode=2) as running:
         yield running, model
 

@@ -65,10 +65,13 @@ def random_step(
     """Returns a step in which each token attends to ``count``. The last ``channels`` of a key are its index key."""
     form = SparseForm(count, layout.head_dim - channels)
     tokens, dtype = sum(row.new_tokens for row in rows), layout.dtype
-    cache = torch.randn_like(layout.allocate(blocks, CPU))
+    cache = torch.randn(blocks, 1, layout.num_layers, 1, layout.block_size, layout.head_dim).to(dtype)
     key = torch.randn(1, tokens, 1, layout.head_dim).to(dtype)
     for each in (cache, key):
         each[..., form.first :] = torch.randint(-2, 3, (*each.shape[:-1], channels)).to(dtype)
+    if layout.fp8:
+        numbers, exponents = reference.quantised(cache)
+        cache = torch.cat((numbers.flatten(-2), exponents), -1)
     query = torch.randn(tokens, heads, form.first).to(dtype)
     chosen_by = torch.randint(-2, 3, (tokens, INDEX_HEADS, channels)).to(dtype)
     weights = torch.randint(-2, 4, (tokens, INDEX_HEADS)).float()
@@ -90,7 +93,7 @@ def defined(step: SparseStep) -> tuple[torch.Tensor, torch.Tensor]:
     for layer in range(layout.num_layers):
         token = 0
         for row in step.rows:
-            whole = cache[list(row.blocks), 0, layer, 0].reshape(-1, layout.head_dim)
+            whole = reference.stored(cache[list(row.blocks), 0, layer, 0], layout).reshape(-1, layout.head_dim)
             for end in range(row.context_len - row.new_tokens + 1, row.context_len + 1):
                 if step.indexed(layer):
                     keys = whole[:end, form.first :]

@@ -13,6 +13,7 @@ from pdserve_kernels.cpu.compiled_kernels import CompiledKernels
 from pdserve_kernels.kv_layout import KvLayout
 from tests.examples import examples
 from tests.kernels.chosen_tokens import CPU, defined, random_step
+from tests.kernels.shared_tables import spoil
 
 NAN, INF = float("nan"), float("inf")
 
@@ -40,7 +41,7 @@ def test_each_token_attends_to_its_own_choice(
     torch.manual_seed(seed)
     rank, turned, channels = data.draw(st.sampled_from([(20, 4, 6), (64, 16, 16), (512, 64, 128)]))
     dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16]))
-    layout = KvLayout(1, layers, block_size, rank + turned + channels, dtype, rank)
+    layout = KvLayout(1, layers, block_size, rank + turned + channels, dtype, rank, data.draw(st.booleans()))
     blocks, rows = iter(torch.randperm(60).tolist()), []
     for _ in range(data.draw(st.integers(1, 3))):
         context = data.draw(st.integers(1, min(300, 20 * block_size)))
@@ -50,11 +51,12 @@ def test_each_token_attends_to_its_own_choice(
     owned = {block for row in rows for block in row.blocks}
     cache = step.cache.clone()
     poison = [block for block in range(60) if block not in owned]
-    cache[poison] = NAN
+    spoil(layout, cache, poison)
+    spoilt = cache[poison].view(torch.uint8).clone()
     got = step.attended(kernels, cache)
     wanted, stored = defined(step)
     assert torch.equal(cache[list(owned)], stored[list(owned)])
-    assert cache[poison].isnan().all()
+    assert torch.equal(cache[poison].view(torch.uint8), spoilt)
     tolerance = 3e-2 if dtype is torch.bfloat16 else 1e-4
     torch.testing.assert_close(got.float(), wanted, rtol=tolerance, atol=tolerance)
     if isinstance(kernels, CompiledKernels):
@@ -63,11 +65,12 @@ def test_each_token_attends_to_its_own_choice(
             assert not some or torch.equal(step.of(some).attended(kernels, cache), got[:, some])
 
 
-def test_a_score_that_is_no_number_is_chosen(kernels: Kernels) -> None:
+@pytest.mark.parametrize("fp8", [False, True])
+def test_a_score_that_is_no_number_is_chosen(kernels: Kernels, fp8: bool) -> None:
     """So the token's result shows it, and no token has too few."""
-    layout = KvLayout(1, 1, 4, 14, torch.float32, 4)
+    layout = KvLayout(1, 1, 4, 14, torch.float32, 4, fp8)
     step = random_step(layout, [AttentionRow(2, 30, range(8))], 2, 3, 8, 6)
-    step.cache[2, 0, 0, 0, 1] = NAN
+    spoil(layout, step.cache, [2])
     assert step.attended(kernels, step.cache).isnan().all()
 
 

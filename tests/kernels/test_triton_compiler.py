@@ -238,9 +238,11 @@ def test_attention_with_sinks(launches: list[Launch]) -> None:
     assert {"_decode_kernel", "_combine_kernel", "_prefill_kernel", "_projection_kernel"} == check(launches).keys()
 
 
-@pytest.mark.parametrize("heads", [128, pytest.param(20, marks=pytest.mark.nightly)])
-def test_latent_attention(launches: list[Launch], heads: int) -> None:
-    layout = KvLayout(1, 61, 16, 576, torch.bfloat16, 512)
+@pytest.mark.parametrize(
+    ("heads", "fp8"), [(128, False), (128, True), pytest.param(20, False, marks=pytest.mark.nightly)]
+)
+def test_latent_attention(launches: list[Launch], heads: int, fp8: bool) -> None:
+    layout = KvLayout(1, 61, 16, 576, torch.bfloat16, 512, fp8)
     attend_to_latents([AttentionRow(1, 200, range(13)), AttentionRow(3, 200, range(13))], layout, heads)
     built = check(launches)
     assert {"_decode_kernel", "_combine_kernel", "_prefill_kernel", "_kv_write_kernel"} == built.keys()
@@ -253,8 +255,9 @@ def attend_to_latents(rows: list[AttentionRow], layout: KvLayout, heads: int) ->
     TritonKernels(PROCESSORS).plan_attention(layout, cache, rows, heads, 0.1)(1, query, key[None])
 
 
-def test_attention_to_chosen_tokens(launches: list[Launch]) -> None:
-    layout, rows = KvLayout(1, 2, 16, 704, torch.bfloat16, 512), [AttentionRow(1, 3000, range(188))]
+@pytest.mark.parametrize("fp8", [False, True])
+def test_attention_to_chosen_tokens(launches: list[Launch], fp8: bool) -> None:
+    layout, rows = KvLayout(1, 2, 16, 704, torch.bfloat16, 512, fp8), [AttentionRow(1, 3000, range(188))]
     cache = layout.allocate(188, torch.device("cpu"))
     attend = TritonKernels(PROCESSORS).plan_sparse(layout, cache, rows, 128, 0.1, SparseForm(2048, 576))
     query, key, chosen_by = (

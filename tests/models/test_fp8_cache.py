@@ -11,11 +11,12 @@ import torch
 
 from pdserve.config import Dtype, KvCacheDtype
 from pdserve.errors import ConfigError
+from pdserve.models import latent_plan
 from pdserve.models.checkpoint.cached_tokenizer import gguf_tokenizer
 from pdserve.models.checkpoint.config_reading import read_decoder_config
 from pdserve.models.checkpoint.model_files import packaged_gguf
 from pdserve.models.checkpoint.weight_form import cache_item_bytes
-from pdserve.models.layer_groups import check_kv_dtype, group_sizes
+from pdserve.models.layer_groups import check_kv_dtype, group_sizes, layer_groups
 from pdserve.models.rank_cache import group_specs, rank_sizes
 from pdserve.models.runner import ModelRunner, StepRow
 from pdserve.settings import cache_folder
@@ -31,6 +32,8 @@ BLOCK_SIZE = 4
 BLOCKS_A_REQUEST = 32
 CASES = ("gpt-oss", "gemma2", "ministral", "starcoder2")
 """Sinks and windows, soft caps and windows, layers with and without windows, one group."""
+LATENTS = ("deepseek-v3", "glm-moe-dsa")
+"""Latents alone, and with index keys by which tokens are chosen, and layers that take the choice of another one."""
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +44,7 @@ def compiled() -> CompiledKernels:
     return kernels
 
 
-@pytest.fixture(scope="module", params=CASES)
+@pytest.fixture(scope="module", params=(*CASES, *LATENTS))
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny(request.param, tmp_path_factory.mktemp(request.param))
 
@@ -62,13 +65,18 @@ def logits_of(model: ModelRunner, tokens: Sequence[int], steps: Sequence[int]) -
 
 
 @pytest.mark.parametrize("dtype", Dtype)
-def test_nothing_depends_on_chunks_and_batches(folder: Path, compiled: CompiledKernels, dtype: Dtype) -> None:
+def test_nothing_depends_on_chunks_and_batches(
+    folder: Path, compiled: CompiledKernels, dtype: Dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A scale for several tokens would depend on which of them come together."""
+    # Expanded contexts are rounded as their heads' keys and values are, in any cache.
+    monkeypatch.setattr(latent_plan, "is_expanded", lambda *_: False)
     prompt, answer = random_prompt(50, seed=1), random_prompt(12, seed=2)
     tokens = [token % read_decoder_config(folder).vocab_size for token in prompt + answer]
     one = runner(folder, dtype, compiled)
     wanted = logits_of(one, tokens, [50, *[1] * 12])
-    for chunks in ([25, 25], [3, 7, 2, 38], [16, 16, 18], [2] * 25):
+    # Chunks of 3 end where tokens begin to choose: one token alone in a chunk would pass another kernel.
+    for chunks in ([25, 25], [3, 7, 2, 38], [16, 16, 18], [*[3] * 16, 2]):
         other = runner(folder, dtype, compiled)
         got = logits_of(other, tokens, [*chunks, *[1] * 12])[len(chunks) - 1 :]
         assert torch.equal(got, wanted)
@@ -95,6 +103,18 @@ def test_both_cpu_sets_store_nearly_the_same(folder: Path, compiled: CompiledKer
     assert between < off / 100, "few numbers are so closely between two of e4m3 that the sets round them apart"
 
 
+@pytest.mark.parametrize("case", LATENTS)
+def test_expanded_contexts_are_the_numbers_that_are_stored(
+    tmp_path: Path, compiled: CompiledKernels, case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = [token % 90 for token in random_prompt(50, seed=4)]
+    model = save_tiny(case, tmp_path)
+    expanded = logits_of(runner(model, Dtype.FP32, compiled), tokens, [40, 10])
+    monkeypatch.setattr(latent_plan, "is_expanded", lambda *_: False)
+    kept = logits_of(runner(model, Dtype.FP32, compiled), tokens, [40, 10])
+    assert (expanded - kept).norm() < 1e-3 * kept.norm()
+
+
 @pytest.mark.parametrize("dtype", Dtype)
 def test_a_block_has_its_bytes_everywhere(folder: Path, dtype: Dtype) -> None:
     config, fp8 = read_decoder_config(folder), KvCacheDtype.FP8
@@ -104,13 +124,14 @@ def test_a_block_has_its_bytes_everywhere(folder: Path, dtype: Dtype) -> None:
         sizes, rank_sizes(config, dtype, BLOCK_SIZE), group_specs(config, dtype, BLOCK_SIZE, fp8), strict=True
     ):
         item = cache_item_bytes(dtype, KvCacheDtype.AUTO)
-        assert size.block_bytes == plain.block_bytes // item // config.head_dim * (config.head_dim + 1)
+        channels = layer_groups(config).groups[0].numbers
+        assert size.block_bytes == plain.block_bytes // item // channels * (channels + 1)
         assert (spec.heads * spec.head_bytes, spec.dtype) == (size.block_bytes, "fp8")
 
 
 @pytest.mark.parametrize(
     ("case", "what"),
-    [("deepseek-v3", "latent attention"), ("mamba2", "recurrent states"), ("fallback", "transformers")],
+    [("mamba2", "recurrent states"), ("fallback", "transformers")],
 )
 def test_what_has_no_form_in_fp8_is_refused_by_name(tmp_path: Path, case: str, what: str) -> None:
     folder = save_tiny_model("bitnet", tmp_path) if case == "fallback" else save_tiny(case, tmp_path)

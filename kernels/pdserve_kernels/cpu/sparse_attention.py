@@ -71,26 +71,57 @@ class GatheredAttention:
         self._plan, self._choose = plan, choose
         self._contexts = contexts_of(rows, layout)
         self._new = torch.from_numpy(self._contexts.newest).long()
-        self._tokens = layout.tokens(cache)
         self._one = replace(layout, num_layers=1, block_size=1)
+        if layout.fp8:
+            self._one = replace(self._one, head_dim=form.first)
+            self._numbers, self._exponents = layout.split(layout.tiles(cache))
+        else:
+            self._tokens = layout.tokens(cache)
         self._chosen: Ids | None = None
 
     def __call__(self, layer: int, query: torch.Tensor, key: torch.Tensor, index: IndexQueries | None) -> torch.Tensor:
         """See ``contract.SparseAttention``."""
         layout, first = self._layout, layer * self._layout.block_size
+        if layout.fp8:
+            return self._in_fp8(layer, query, key, index)
         self._tokens[first:].index_copy_(0, self._new, key.reshape(-1, layout.head_dim))
         if index is not None:
             self._chosen = self._choose(self._tokens[first:], self._contexts, index, self._form)
+        rows = self._tokens.view(-1, 1, 1, 1, 1, layout.head_dim)
+        return self._attend(F.pad(query, (0, layout.head_dim - self._form.first)), rows, self._known + np.int32(first))
+
+    def _in_fp8(self, layer: int, query: torch.Tensor, key: torch.Tensor, index: IndexQueries | None) -> torch.Tensor:
+        """Copies the rows that any token attends to: in the cache, an exponent does not lie beside its numbers."""
+        first, rows = self._form.first, self._contexts.rows
+        new, at = self._places(layer, self._contexts.newest), self._places(layer, rows)
+        self._numbers[new], self._exponents[new] = reference.quantised(key.reshape(-1, self._layout.head_dim))
+        if index is not None:
+            keys = reference.dequantised(self._numbers[..., first:][at], self._exponents[at], self._layout.dtype)
+            contexts = replace(self._contexts, rows=np.arange(len(rows), dtype=np.int32))
+            self._chosen = self._choose(keys, contexts, index, SparseForm(self._form.count, 0))
+        attended = np.zeros(len(rows), bool)
+        attended[self._known] = True
+        at = self._places(layer, rows[attended])
+        packed = torch.cat((self._numbers[..., :first][at], self._exponents[at].unsqueeze(1)), 1)
+        ids = attended.cumsum(dtype=np.int32) - np.int32(1)
+        return self._attend(query, packed.view(-1, 1, 1, 1, first + 1), ids[self._known])
+
+    def _places(self, layer: int, rows: Ids) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the tiles of these rows of layer 0 in ``layer``, and where they lie in these."""
+        tiles, offsets = np.divmod(rows.astype(np.int64), self._layout.block_size)
+        return torch.from_numpy(tiles + layer), torch.from_numpy(offsets)
+
+    @property
+    def _known(self) -> Ids:
         if self._chosen is None:
             raise ValueError("no layer before this one has chosen tokens")
+        return self._chosen
+
+    def _attend(self, query: torch.Tensor, rows: torch.Tensor, chosen: Ids) -> torch.Tensor:
+        """Attends to ``rows``, each a block of one token, of which each token has its ``chosen`` ones."""
         counts = np.minimum(self._contexts.lengths, self._form.count).tolist()
-        found = [
-            AttentionRow(1, count, ids[:count])
-            for count, ids in zip(counts, self._chosen + np.int32(first), strict=True)
-        ]
-        rows = self._tokens.view(-1, 1, 1, 1, 1, layout.head_dim)
-        attend = self._plan(self._one, rows, found, self._heads, self._scale)
-        return attend(0, F.pad(query, (0, layout.head_dim - self._form.first)), None)
+        found = [AttentionRow(1, count, ids[:count]) for count, ids in zip(counts, chosen, strict=True)]
+        return self._plan(self._one, rows, found, self._heads, self._scale)(0, query, None)
 
 
 def contexts_of(rows: Sequence[AttentionRow], layout: KvLayout) -> Contexts:

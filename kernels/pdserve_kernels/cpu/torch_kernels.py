@@ -168,7 +168,7 @@ class DecodeAttention:
         """Maps ``query``, ``[requests, heads, head_dim]``, to ``[requests, heads, value_dim]``."""
         layout = self._layout
         torch.index_select(self._tiles[layout.tiles_a_layer * layer :], 0, self._index, out=self._gathered)
-        stored = _numbers(layout, self._gathered).view(layout.tiles_a_layer, -1, self._context, layout.head_dim)
+        stored = numbers(layout, self._gathered).view(layout.tiles_a_layer, -1, self._context, layout.head_dim)
         keys, values = stored[0], stored[-1, ..., : layout.value_dim]
         rows = query.reshape(-1, self._group, layout.head_dim)
         by_row = None if sinks is None else sinks.view(-1, self._group, 1).repeat(self._requests, 1, 1)
@@ -199,7 +199,7 @@ def _tiles_of_all(layout: KvLayout, keys: torch.Tensor) -> torch.Tensor:
     return torch.stack([keys + tile for tile in range(layout.tiles_a_layer)]).reshape(-1)
 
 
-def _numbers(layout: KvLayout, tiles: torch.Tensor) -> torch.Tensor:
+def numbers(layout: KvLayout, tiles: torch.Tensor) -> torch.Tensor:
     """Returns tiles ``[..., tile_elements]`` as numbers of the model's dtype."""
     return reference.dequantised(*layout.split(tiles), layout.dtype) if layout.fp8 else tiles
 
@@ -245,8 +245,7 @@ class PrefillAttention:
         """Maps ``query``, ``[new_tokens, heads, head_dim]``, to ``[new_tokens, heads, value_dim]``."""
         layout = self._layout
         torch.index_select(self._tiles[layout.tiles_a_layer * layer :], 0, self._index, out=self._gathered)
-        numbers = _numbers(layout, self._gathered)
-        context = numbers.view(layout.tiles_a_layer, layout.kv_heads, -1, layout.head_dim)
+        context = numbers(layout, self._gathered).view(layout.tiles_a_layer, layout.kv_heads, -1, layout.head_dim)
         keys, values = context[0, :, : self._context], context[-1, :, : self._context, : layout.value_dim]
         new = query.shape[0]
         by_head = query.view(new, layout.kv_heads, self._group, layout.head_dim).permute(1, 2, 0, 3)

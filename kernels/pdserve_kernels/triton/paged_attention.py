@@ -158,6 +158,8 @@ def _decode_kernel(
     VALUE_DIM: tl.constexpr,
     SHARED: tl.constexpr,
     FP8: tl.constexpr,
+    CHOSEN: tl.constexpr,
+    ROW_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
     BLOCK_REST: tl.constexpr,
@@ -196,26 +198,30 @@ def _decode_kernel(
     for tile in range(begin, end):
         token = tile * TILE + tl.arange(0, TILE)
         seen = (token >= oldest) & (token < context)
-        block = tl.load(table + token // BLOCK_SIZE, mask=seen, other=0).to(tl.int64)
-        address = tiles + block * BLOCK_STRIDE + kv_head * HEAD_STRIDE + (token % BLOCK_SIZE) * HEAD_DIM
+        if CHOSEN:
+            slot = tl.load(table + token, mask=seen, other=0).to(tl.int64)
+            block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
+        else:
+            block = tl.load(table + token // BLOCK_SIZE, mask=seen, other=0).to(tl.int64)
+            offset = token % BLOCK_SIZE
+        address = tiles + block * BLOCK_STRIDE + kv_head * HEAD_STRIDE + offset * ROW_SIZE
         loaded = seen[:, None] & (column < VALUE_DIM)[None, :]
+        to_value = 0 if SHARED else BLOCK_SIZE * (ROW_SIZE + FP8)
         # Hidden tokens are read as 0: a NaN in memory that is not this request's must not be multiplied.
         keys = tl.load(address[:, None] + column[None, :], mask=loaded, other=0)
-        if SHARED:
-            values = keys
-        else:
-            to_value = BLOCK_SIZE * (HEAD_DIM + FP8)
-            values = tl.load(address[:, None] + to_value + column[None, :], mask=loaded, other=0)
+        values = keys if SHARED else tl.load(address[:, None] + to_value + column[None, :], mask=loaded, other=0)
         if FP8:
             # A product with a power of two is exact: scores are scaled for keys, and weights for values.
-            exponent = address + BLOCK_SIZE * HEAD_DIM - (token % BLOCK_SIZE) * (HEAD_DIM - 1)
+            exponent = address + BLOCK_SIZE * ROW_SIZE - offset * (ROW_SIZE - 1)
             key_scale = scale_of(tl.load(exponent, mask=seen, other=0))
             value_scale = scale_of(tl.load(exponent + to_value, mask=seen, other=0))
             keys, values = unscaled(keys).to(queries.dtype), unscaled(values).to(queries.dtype)
         scores = tl.dot(queries, tl.trans(keys), input_precision="ieee")
         if SHARED:
             also = seen[:, None] & (rest < HEAD_DIM)[None, :]
-            rest_of_keys = tl.load(address[:, None] + rest[None, :], mask=also, other=0.0)
+            rest_of_keys = tl.load(address[:, None] + rest[None, :], mask=also, other=0)
+            if FP8:
+                rest_of_keys = unscaled(rest_of_keys).to(queries.dtype)
             scores += tl.dot(rest_of_queries, tl.trans(rest_of_keys), input_precision="ieee")
         if FP8:
             scores *= key_scale[None, :]
@@ -287,11 +293,14 @@ def decode_attention(
     sinks: torch.Tensor | None,
     splits: int,
     out: torch.Tensor,
+    *,
+    chosen: bool = False,
 ) -> None:
     """Computes ``reference.paged_attention`` of one token for each row of ``tables``, 0 for rows without a context.
 
-    ``query`` is ``[rows, heads, head_dim]`` with a dense last dimension. ``splits`` is a power of two
-    (``decode_splits``). ``out``, ``[rows, heads, value_dim]``, is contiguous.
+    ``query`` is ``[rows, heads, head_dim]`` with a dense last dimension; keys may have more channels. ``splits`` is a
+    power of two (``decode_splits``). ``out``, ``[rows, heads, value_dim]``, is contiguous. With ``chosen``, ``tables``
+    has, in place of blocks, ``block * block_size + offset`` of each token of a context.
     """
     requests, heads, head_dim = query.shape
     if not requests:
@@ -335,9 +344,11 @@ def decode_attention(
             value_dim,
             bool(layout.shared_channels),
             layout.fp8,
+            chosen,
+            layout.head_dim,
             max(16, triton.next_power_of_2(group)),
             block_dim,
-            _block_rest(layout),
+            _block_rest(head_dim - value_dim),
             TILE,
         ),
         stages=3,
@@ -361,9 +372,9 @@ def programs_of_heads(layout: KvLayout, heads: int) -> tuple[int, int]:
     return heads // group, group
 
 
-def _block_rest(layout: KvLayout) -> int:
-    """Returns the channels that a program takes of those of a key that are not its value's."""
-    channels: int = triton.next_power_of_2(layout.head_dim - layout.value_dim)
+def _block_rest(rest: int) -> int:
+    """Returns the channels that a program takes of the ``rest`` of a key that its value has not."""
+    channels: int = triton.next_power_of_2(rest)
     return max(16, channels)
 
 
@@ -424,10 +435,13 @@ def _attend_tiles(
         scores = tl.dot(queries, tl.trans(keys), input_precision="ieee")
         if SHARED:
             also = inside[:, None] & (rest < HEAD_DIM)[None, :]
-            rest_of_keys = tl.load(address[:, None] + rest[None, :], mask=also, other=0.0)
+            rest_of_keys = tl.load(address[:, None] + rest[None, :], mask=also, other=0)
+            if FP8:
+                rest_of_keys = unscaled(rest_of_keys).to(queries.dtype)
             scores += tl.dot(rest_of_queries, tl.trans(rest_of_keys), input_precision="ieee")
         if FP8:
-            scores *= scale_of(tl.load(exponent, mask=inside, other=0))[None, :]
+            key_scale = scale_of(tl.load(exponent, mask=inside, other=0))
+            scores *= key_scale[None, :]
         scores = bounded(scores * scale_log2, CAP)
         if MASKED:
             seen = (token[None, :] <= position[:, None]) & inside[None, :]
@@ -437,12 +451,14 @@ def _attend_tiles(
         weights, highest, total, acc = softmax_step(scores, highest, total, acc)
         if SHARED:
             values = keys
+            if FP8:
+                weights *= key_scale[None, :]
         else:
             to_value = BLOCK_SIZE * (HEAD_DIM + FP8)
             values = tl.load(address[:, None] + to_value + column[None, :], mask=loaded, other=0)
-        if FP8:
-            weights *= scale_of(tl.load(exponent + to_value, mask=inside, other=0))[None, :]
-            values = unscaled(values).to(queries.dtype)
+            if FP8:
+                weights *= scale_of(tl.load(exponent + to_value, mask=inside, other=0))[None, :]
+                values = unscaled(values).to(queries.dtype)
         acc += tl.dot(weights.to(values.dtype), values, input_precision="ieee")
     return highest, total, acc
 
@@ -595,7 +611,7 @@ def prefill_attention(
             layout.fp8,
             lines,
             max(16, triton.next_power_of_2(layout.value_dim)),
-            _block_rest(layout),
+            _block_rest(head_dim - layout.value_dim),
             _keys_per_tile(layout.dtype),
         ),
         stages=2,

@@ -1,14 +1,13 @@
 """Attends to the tokens that index keys choose, on a GPU. The host waits for nothing, and a step can be recorded.
 
 One kernel scores all tokens of each context. The lowest of the highest scores comes from ``torch.topk``, and a second
-kernel writes which tokens reach it, in their order. For the attention, the row of one token in the cache is a block of
-one token, so it is that of single tokens with the chosen ones as their context.
+kernel writes which tokens reach it, in their order. The attention is that of single tokens, whose table has the places
+of the chosen tokens in place of blocks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -27,6 +26,7 @@ from pdserve_kernels.host_copies import block_ids, joined, to_device
 from pdserve_kernels.kv_layout import KvLayout
 from pdserve_kernels.triton.attention_plan import new_slots
 from pdserve_kernels.triton.cache_ops import kv_write
+from pdserve_kernels.triton.fp8 import scale_of, unscaled
 from pdserve_kernels.triton.paged_attention import decode_attention, decode_splits, programs_of_heads
 
 KEYS = 64
@@ -41,7 +41,7 @@ LEAST_SCORE = tl.constexpr(-3.0e38)
 def _score_kernel(
     query,
     weights,
-    tokens,
+    tiles,
     context_lens,
     block_starts,
     blocks,
@@ -49,9 +49,11 @@ def _score_kernel(
     width,
     HEADS: tl.constexpr,
     CHANNELS: tl.constexpr,
+    FIRST: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
+    BLOCK_STRIDE: tl.constexpr,
     ROW_SIZE: tl.constexpr,
+    FP8: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     BLOCK_CHANNELS: tl.constexpr,
     KEYS: tl.constexpr,
@@ -70,10 +72,15 @@ def _score_kernel(
         weight = tl.load(weights + token * HEADS + head, mask=head < HEADS, other=0.0)
         table = blocks + tl.load(block_starts + token)
         block = tl.load(table + place // BLOCK_SIZE, mask=seen, other=0).to(tl.int64)
-        address = tokens + (block * BLOCK_ROWS + place % BLOCK_SIZE) * ROW_SIZE
+        tile, offset = tiles + block * BLOCK_STRIDE, place % BLOCK_SIZE
+        address = tile + offset * ROW_SIZE + FIRST
         loaded = seen[:, None] & (channel < CHANNELS)[None, :]
-        keys = tl.load(address[:, None] + channel[None, :], mask=loaded, other=0.0)
+        keys = tl.load(address[:, None] + channel[None, :], mask=loaded, other=0)
+        if FP8:
+            keys = unscaled(keys).to(queries.dtype)
         products = tl.dot(queries, tl.trans(keys), input_precision="ieee")
+        if FP8:
+            products *= scale_of(tl.load(tile + BLOCK_SIZE * ROW_SIZE + offset, mask=seen, other=0))[None, :]
         # NaN is not below 0, and stays.
         products = tl.where(products < 0, 0.0, products)
         found = tl.sum(products * weight[:, None], 0)
@@ -94,7 +101,6 @@ def _choose_kernel(
     width,
     COUNT: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
     PLACES: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
@@ -114,28 +120,28 @@ def _choose_kernel(
         counted = take.to(tl.int32)
         to = taken + tl.cumsum(counted, 0) - 1
         block = tl.load(table + place // BLOCK_SIZE, mask=take, other=0)
-        tl.store(chosen + token * COUNT + to, block * BLOCK_ROWS + place % BLOCK_SIZE, mask=take)
+        tl.store(chosen + token * COUNT + to, block * BLOCK_SIZE + place % BLOCK_SIZE, mask=take)
         taken += tl.sum(counted, 0)
         equal += tl.sum(same, 0)
 
 
 def choose(
-    tokens: torch.Tensor,
+    cache: torch.Tensor,
     layout: KvLayout,
+    layer: int,
     tables: DecodeTables,
     index: IndexQueries,
     form: SparseForm,
     max_context: int,
     chosen: torch.Tensor,
 ) -> None:
-    """Writes the rows in layer 0 of the tokens that each token attends to, in their order, to ``chosen``.
+    """Writes ``block * block_size + offset`` of the tokens that each token attends to, in their order, to ``chosen``.
 
-    ``tokens`` are the rows of a layer (``KvLayout.tokens``), and ``chosen`` is int32 ``[tokens, count]``. What is
-    behind a context that is shorter means nothing.
+    It is int32 ``[tokens, count]``. What is behind a context that is shorter means nothing.
     """
     query, weights = index.query.contiguous(), index.weights.contiguous()
     count, heads, channels = query.shape
-    width, block_rows = max(max_context, form.count), layout.num_layers * layout.block_size
+    width, tiles = max(max_context, form.count), cache[:, :, layer]
     each = max(1, SCORES_AT_ONCE // width)
     for first in range(0, count, each):
         some = slice(first, min(first + each, count))
@@ -145,7 +151,7 @@ def choose(
         _score_kernel[(found, triton.cdiv(width, KEYS))](
             query[some],
             weights[some],
-            tokens[:, form.first :],
+            tiles,
             lens,
             starts,
             tables.blocks,
@@ -153,9 +159,11 @@ def choose(
             width,
             heads,
             channels,
+            form.first,
             layout.block_size,
-            block_rows,
+            tiles.stride(0),
             layout.head_dim,
+            layout.fp8,
             max(16, triton.next_power_of_2(heads)),
             max(16, triton.next_power_of_2(channels)),
             KEYS,
@@ -174,7 +182,6 @@ def choose(
             width,
             form.count,
             layout.block_size,
-            block_rows,
             PLACES,
         )
 
@@ -197,26 +204,35 @@ class TritonSparseAttention:
         check_choosing(layout)
         self._layout, self._cache, self._slots, self._tables = layout, cache, slots, tables
         self._scale, self._form, self._max_context = scale, form, max_context
-        self._one = replace(layout, num_layers=1, block_size=1, head_dim=form.first)
-        self._splits = decode_splits(len(slots), programs_of_heads(self._one, heads)[0], form.count, processors)
+        self._splits = decode_splits(len(slots), programs_of_heads(layout, heads)[0], form.count, processors)
         self._chosen: DecodeTables | None = None
 
     def __call__(self, layer: int, query: torch.Tensor, key: torch.Tensor, index: IndexQueries | None) -> torch.Tensor:
         """See ``contract.SparseAttention``."""
         layout, form, count = self._layout, self._form, len(query)
         kv_write(self._cache, layout, layer, self._slots, key[0], key[0])
-        tokens = layout.tokens(self._cache)[layer * layout.block_size :]
         if index is not None:
             chosen = torch.empty(count, form.count, dtype=torch.int32, device=query.device)
-            choose(tokens, layout, self._tables, index, form, self._max_context, chosen)
+            choose(self._cache, layout, layer, self._tables, index, form, self._max_context, chosen)
             starts = torch.arange(0, count * form.count, form.count, dtype=torch.int32, device=query.device)
             self._chosen = DecodeTables(self._tables.context_lens.clamp(max=form.count), starts, chosen.flatten())
         if self._chosen is None:
             raise ValueError("no layer before this one has chosen tokens")
         out = torch.empty(*query.shape[:2], layout.value_dim, dtype=query.dtype, device=query.device)
-        rows = tokens[:, : form.first].view(-1, 1, 1, 1, 1, form.first)
         decode_attention(
-            query, rows, self._one, 0, self._chosen, self._scale, None, None, False, None, self._splits, out
+            query,
+            self._cache,
+            layout,
+            layer,
+            self._chosen,
+            self._scale,
+            None,
+            None,
+            False,
+            None,
+            self._splits,
+            out,
+            chosen=True,
         )
         return out
 

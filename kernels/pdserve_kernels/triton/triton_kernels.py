@@ -68,8 +68,6 @@ class TritonAttention:
 
         ``widest`` is ``widest_window`` of the rows.
         """
-        if layout.fp8 and layout.shared_channels:
-            raise ValueError("keys that have the values in them are not stored in FP8")
         self._widest = widest
         self._layout, self._cache, self._slots = layout, cache, slots
         self._singles, self._spans = singles, spans

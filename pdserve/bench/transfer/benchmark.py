@@ -201,6 +201,7 @@ _GROUP_WINDOW = 128
 _LATENT_LAYERS = 4
 _LATENT_BYTES = _LATENT_LAYERS * (512 + 64) * 2
 """What a token of four layers of DeepSeek V2 Lite has in bf16."""
+_LATENT_FP8_BYTES = _LATENT_LAYERS * (512 + 64 + 1)
 _LATENT_HEADS_BYTES = _LATENT_LAYERS * 16 * (128 + 64 + 128) * 2
 """What it would have if the keys and values of its 16 heads were stored."""
 
@@ -356,6 +357,10 @@ def _group_rows(prefill: PrefillProcess, setup: TransferSetup, repeats: int, cop
         for nbytes in (_LATENT_BYTES, _LATENT_HEADS_BYTES)
     )
     rows.append(smaller_row("with latents", "latents", "all heads", latents, heads))
+    _say("latents in FP8")
+    shape = CacheShape(BLOCK_TOKENS * _LATENT_FP8_BYTES, _GROUP_BLOCKS)
+    fp8 = moves(prefill, shape, _GROUP_BLOCKS, setup, repeats)
+    rows.append(smaller_row("with latents in FP8", "FP8", "bf16", fp8, latents))
     return rows
 
 

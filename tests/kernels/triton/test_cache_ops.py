@@ -40,7 +40,7 @@ def random_cache(layout: KvLayout) -> torch.Tensor:
 @given(layouts(), st.sampled_from([0, 0, 2]), st.data(), SEEDS)
 def test_kv_write(layout: KvLayout, shared: int, data: st.DataObject, seed: int) -> None:
     torch.manual_seed(seed)
-    layout = replace(layout, shared_channels=0 if layout.fp8 else shared)
+    layout = replace(layout, shared_channels=shared)
     slots = data.draw(
         st.lists(st.integers(0, NUM_BLOCKS * layout.block_size - 1), unique=True, max_size=8), label="slots"
     )

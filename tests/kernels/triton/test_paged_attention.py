@@ -46,7 +46,7 @@ def layouts(draw: st.DrawFn) -> KvLayout:
         head_dim=head_dim,
         dtype=draw(PRODUCT_DTYPES),
         shared_channels=shared,
-        fp8=not shared and draw(st.booleans()),
+        fp8=draw(st.booleans()),
     )
 
 
@@ -175,6 +175,7 @@ def check(case: Step, seed: int, processors: int) -> None:
 @example(step([(1, 64), (1, 150), (40, 110)], group=40, shared=12), 0)
 @example(step([(1, 64), (1, 150), (40, 110)], group=5, shared=10, window=32, sunk=True), 0)
 @example(step([(1, 64), (1, 150), (40, 110)], fp8=True), 0)
+@example(step([(1, 64), (1, 150), (40, 110)], group=5, shared=10, window=32, fp8=True), 0)
 @example(step([(1, 64), (1, 150), (40, 110)], block_size=3, window=32, sunk=True, fp8=True), 0)
 @example(step([(1, 150), (40, 110)], cap=0.5, window=32, chunked=True, fp8=True), 0)
 def test_a_step(case: Step, seed: int) -> None:

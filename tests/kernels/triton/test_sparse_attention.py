@@ -14,6 +14,7 @@ from pdserve_kernels.kv_layout import KvLayout
 from pdserve_kernels.triton import sparse_attention
 from pdserve_kernels.triton.triton_kernels import TritonKernels
 from tests.kernels.chosen_tokens import defined, random_step
+from tests.kernels.shared_tables import spoil
 from tests.kernels.triton.device import DEVICE, PRODUCT_DTYPES, SEEDS, assert_near, examples
 
 
@@ -24,7 +25,7 @@ def test_each_token_attends_to_its_own_choice(
 ) -> None:
     torch.manual_seed(seed)
     rank, turned, channels = data.draw(st.sampled_from([(20, 4, 6), (64, 16, 32)]))
-    layout = KvLayout(1, layers, block_size, rank + turned + channels, dtype, rank)
+    layout = KvLayout(1, layers, block_size, rank + turned + channels, dtype, rank, data.draw(st.booleans()))
     blocks, rows = iter(torch.randperm(60).tolist()), []
     for _ in range(data.draw(st.integers(1, 2))):
         context = data.draw(st.integers(1, min(150, 20 * block_size)))
@@ -33,7 +34,7 @@ def test_each_token_attends_to_its_own_choice(
     step = random_step(layout, rows, data.draw(st.sampled_from([1, 5])), count, 60, channels)
     owned = {block for row in rows for block in row.blocks}
     cache = step.cache.clone()
-    cache[[block for block in range(60) if block not in owned]] = float("nan")
+    spoil(layout, cache, [block for block in range(60) if block not in owned])
     cache = cache.to(DEVICE)
     # A few scores at a time, and few of them together.
     with patch.object(sparse_attention, "SCORES_AT_ONCE", 200), patch.object(sparse_attention, "PLACES", 32):

@@ -13,7 +13,7 @@ import torch
 from gguf import GGMLQuantizationType
 from safetensors.torch import load_file
 
-from pdserve.config import Dtype
+from pdserve.config import Dtype, KvCacheDtype
 from pdserve.models.checkpoint.config_reading import read_decoder_config, read_family_config
 from pdserve.models.checkpoint.weights import Checkpoint
 from pdserve.models.layer_groups import layer_groups
@@ -179,6 +179,27 @@ def test_chunks_mixed_steps_and_decode_steps(family: str, tmp_path: Path) -> Non
     check([StepRow([7], 5, tables[1], True), StepRow(long[12:], 12, tables[0], True)], runner, peer)
     check([StepRow([8], 6, tables[1], True), StepRow([9], 18, tables[0], True)], runner, peer)
     check([StepRow(other, 0, tables[2], True)], runner, peer)
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_latents_in_fp8(captured: bool, tmp_path: Path) -> None:
+    config = read_decoder_config(save("glm-moe-dsa", tmp_path))
+    shape = (tmp_path, config, Dtype.FP32, BLOCK_SIZE, NUM_BLOCKS, MAX_MODEL_LEN)
+    fp8, plain = KvCacheDtype.FP8, KvCacheDtype.AUTO
+    runner = ModelRunner(*shape, KERNELS, device=DEVICE, kv_dtype=fp8)
+    peers = [ModelRunner(*shape, TorchKernels(), kv_dtype=kv_dtype) for kv_dtype in (fp8, plain)]
+    (prompt, other, _), tables = prompts_and_tables()
+    if captured:
+        runner.capture_decode(KERNELS, 2, CudaGraphs() if DEVICE.type == "cuda" else RerunGraphs())
+    for tokens, start in (([prompt[:12], other], 0), ([prompt[12:], [7]], 12), ([[8], [9]], 18)):
+        starts = (start, 0 if start == 0 else len(other) + start // 18)
+        rows = [StepRow(*row, True) for row in zip(tokens, starts, tables[:2], strict=True)]
+        order = sorted(rows, key=lambda row: len(row.token_ids) > 1)
+        got, in_fp8, in_fp32 = (each.run(order).cpu() for each in (runner, *peers))
+        # Few numbers are so closely between two of e4m3 that the sets round them apart.
+        assert (got - in_fp8).norm() < 0.02 * in_fp8.norm()
+        assert 0.001 * in_fp32.norm() < (got - in_fp32).norm() < 0.5 * in_fp32.norm()
+    assert (runner.kv_cache.cpu() != peers[0].kv_cache).float().mean() < 0.01
 
 
 @pytest.mark.parametrize("captured", [pytest.param(False, marks=pytest.mark.nightly), True])
