@@ -49,6 +49,13 @@ struct Part {
   static constexpr int kRoom = kVectors ? kVectors : kMaxHeadDim / kLanes;
   // So many vectors of every head stay in the registers at a time.
   static constexpr int kTogether = kLanes == 16 ? 4 : 2;
+  // Whether queries are fp32 where they are multiplied by keys in FP8.
+#if defined(PDSERVE_FP8_TABLES)
+  static constexpr bool kWidens = !kVectors || !std::is_same_v<T, Bf16>;
+#else
+  static constexpr bool kWidens = true;
+#endif
+
 
   const Step& step;
   const Row& row;
@@ -83,6 +90,27 @@ struct Part {
   void score(const Q* query, const S* key, long count, float* scores) const {
     for (long i = 0; i < count; i++, key += dim(), scores += kSlots) {
       Lanes dots[kSlots] = {};
+#if defined(PDSERVE_FP8_TABLES)
+      if constexpr (kVectors && kScaled<S> && std::is_same_v<Q, Bf16>) {
+        const Fp8Tables tables = kFp8Tables;
+        const __m512i order = kInOrder;
+#pragma GCC unroll 16
+        for (long v = 0; v < kVectors; v += 4) {
+          __m512i pairs[2];
+          to_bf16(key + v * kLanes, order, tables, pairs);
+#pragma GCC unroll 2
+          for (int half = 0; half < 2; half++) {
+#pragma GCC unroll 4
+            for (int h = 0; h < kHeads; h++) {
+              const auto q = (__m512bh)_mm512_loadu_si512(query + h * dim() + (v + 2 * half) * kLanes);
+              dots[h] = (Lanes)_mm512_dpbf16_ps((__m512)dots[h], q, (__m512bh)pairs[half]);
+            }
+          }
+        }
+        sums(dots, scores);
+        continue;
+      }
+#endif
 #if defined(__AVX512BF16__)
       if constexpr (kVectors && std::is_same_v<S, Bf16>) {
 #pragma GCC unroll 16
@@ -122,6 +150,20 @@ struct Part {
           for (long v = 0; v < kTogether; v++) sums[h][v] = acc[h][first + v];
         }
         for (long i = 0; i < count; i++) {
+#if defined(PDSERVE_FP8_TABLES)
+          if constexpr (kScaled<S>) {
+            __m512i pairs[2];
+            to_bf16(value + i * kVectors * kLanes + first * kLanes, kByHalves, kFp8Tables, pairs);
+#pragma GCC unroll 4
+            for (long v = 0; v < kTogether; v++) {
+              const __m512i both = pairs[v / 2], upper = _mm512_set1_epi32(int(0xffff0000));
+              const Lanes x = (Lanes)(v % 2 ? _mm512_and_si512(both, upper) : _mm512_slli_epi32(both, 16));
+#pragma GCC unroll 4
+              for (int h = 0; h < kHeads; h++) sums[h][v] += weights[i * kSlots + h] * x;
+            }
+            continue;
+          }
+#endif
 #pragma GCC unroll 4
           for (long v = 0; v < kTogether; v++) {
             const Lanes x = load(value + i * kVectors * kLanes + (first + v) * kLanes);
@@ -236,7 +278,20 @@ struct Part {
 
   // Multiplies the numbers of `count` positions, kSlots of each, by the positions' scales.
   void rescale(float* numbers, const uint8_t* exponents, long count) const {
-    for (long i = 0; i < count; i++) {
+    long i = 0;
+#if defined(__AVX512F__)
+    // The scales of sixteen positions, and four of them four times each.
+    const __m512i four = _mm512_set_epi32(3, 3, 3, 3, 2, 2, 2, 2, 1, 1, 1, 1, 0, 0, 0, 0);
+    for (; i + 16 <= count; i += 16) {
+      const __m512i wide = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)(exponents + i)));
+      const auto scales = (__m512)_mm512_slli_epi32(wide, 23);
+      for (int j = 0; j < 16; j += 4) {
+        float* at = numbers + (i + j) * kSlots;
+        store(at, load(at) * (Lanes)_mm512_permutexvar_ps(_mm512_add_epi32(four, _mm512_set1_epi32(j)), scales));
+      }
+    }
+#endif
+    for (; i < count; i++) {
       const float scale = scale_of(exponents[i]);
       for (int s = 0; s < kSlots; s++) numbers[i * kSlots + s] *= scale;
     }
@@ -246,16 +301,20 @@ struct Part {
   // whether keys are scaled or scores, and values or weights.
   void scaled(const T* query, Lanes* acc, float* top, float* total) const {
     alignas(64) float scores[kPart * kSlots + kLanes];
-    alignas(64) float wide[kHeads * kRoom * kLanes];
-    for (int h = 0; h < kHeads; h++) {
+    alignas(64) float wide[kWidens ? kHeads * kRoom * kLanes : 1];
+    for (int h = 0; kWidens && h < kHeads; h++) {
       for (long v = 0; v < vectors(); v++) store_part(wide + h * dim() + v * kLanes, at(query + h * dim(), v), dim() - v * kLanes);
     }
+    const auto queries = [&] {
+      if constexpr (kWidens) return (const float*)wide;
+      else return query;
+    }();
     const long tile = to_value<S>(step);
     each_tile([&](long i, const S* key, long count) {
       const long next = low + i + count;
       if (next < high) fetch(key_at(next), step.block_size * dim());
       fetch(key + tile, count * dim());
-      score(wide, key, count, scores + i * kSlots);
+      score(queries, key, count, scores + i * kSlots);
       rescale(scores + i * kSlots, exponents_at(low + i), count);
     });
     float tops[kSlots], totals[kSlots];
