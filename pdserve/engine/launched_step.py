@@ -28,6 +28,7 @@ from pdserve.engine.sampling.pending_tokens import (
 )
 from pdserve.engine.sampling.sampling_row import SamplingRow
 from pdserve.engine.scheduling.batch_plan import BatchPlan, Work
+from pdserve.models.drafting import Choose, likeliest
 from pdserve.models.runner import DraftRow, Score, StepRow
 from pdserve.wire.sampling_params import PromptLogprobs, SampledToken
 from pdserve_kernels.host_copies import to_device
@@ -54,7 +55,7 @@ class StepRunner(Protocol):
 class DraftRunner(Protocol):
     """What drafts need of a runner: a ``ModelRunner`` that has the layer for it, or a ``TpRunner`` with such ones."""
 
-    def draft(self, rows: Sequence[DraftRow], count: int) -> list[list[int]]:
+    def draft(self, rows: Sequence[DraftRow], count: int, choose: Choose = likeliest) -> list[list[int]]:
         """Drafts up to ``count`` tokens behind each row of the last step that wants some. Waits for a GPU."""
 
 

@@ -13,8 +13,9 @@ from __future__ import annotations
 import logging
 import time
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+import torch
 import zmq
 
 from pdserve.config import SchedulerConfig
@@ -41,6 +42,7 @@ from pdserve.engine.placement.placement import Placement
 from pdserve.engine.placement.step_cost import StepCost
 from pdserve.engine.request import Request
 from pdserve.engine.sampling.grammar_opener import GrammarOpener
+from pdserve.engine.sampling.token_choice import guess
 from pdserve.engine.scheduling.batch_plan import BatchPlan
 from pdserve.engine.scheduling.output_collector import OutputCollector, TimelineRecorder
 from pdserve.engine.scheduling.request_limits import PromptRule, StopRule
@@ -453,9 +455,16 @@ class StepLoop:
         if not rows:
             return
         self._life.show(self._watch.expected_s(step.plan, drafting=True))
-        drafts = drafter.draft([row for _, row in rows], count)
-        for (request, _), drafted in zip([each for each in rows if each[1].wanted], drafts, strict=True):
-            speculation.put(request, drafted)
+        drafted = [request for request, row in rows if row.wanted]
+
+        def choose(logits: torch.Tensor, places: Sequence[int], number: int) -> torch.Tensor:
+            going = [drafted[place] for place in places]
+            positions = [request.num_generated_tokens + number for request in going]
+            return guess(logits, [request.sampling for request in going], positions)[0]
+
+        drafts = drafter.draft([row for _, row in rows], count, choose)
+        for request, tokens in zip(drafted, drafts, strict=True):
+            speculation.put(request, tokens)
         if count and not step.plan.num_prompt_tokens:
             # The known tokens are computed first, in about the time of a draft.
             speculation.drafted_for(count + 1, time.monotonic() - began)

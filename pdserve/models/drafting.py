@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 
@@ -12,6 +13,17 @@ from pdserve.models.rank_cache import StepCache
 from pdserve.models.tp.shares import TpGroup
 from pdserve_kernels.contract import AttentionRow
 from pdserve_kernels.host_copies import to_device
+
+Choose: TypeAlias = Callable[[torch.Tensor, Sequence[int], int], torch.Tensor]
+"""Returns the drafts, int ``[rows]``, of fp32 logits ``[rows, vocab_size]``, on their device.
+
+It is given the place of each row among those that want drafts, and how many drafts the row has already.
+"""
+
+
+def likeliest(logits: torch.Tensor, rows: Sequence[int], number: int) -> torch.Tensor:
+    """Satisfies ``Choose`` with the likeliest tokens."""
+    return logits.argmax(-1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +59,13 @@ class Drafting:
         self._drafter, self._plan, self._tp = drafter, plan, tp
         self._block_size, self._max_positions = block_size, max_positions
 
-    def __call__(self, hidden: torch.Tensor, rows: Sequence[KnownTokens], count: int) -> list[list[int]]:
+    def __call__(
+        self, hidden: torch.Tensor, rows: Sequence[KnownTokens], count: int, choose: Choose = likeliest
+    ) -> list[list[int]]:
         """Returns up to ``count`` drafts for each row that wants some, and writes the cache of all rows.
 
-        ``hidden``, ``[tokens, hidden_size]``, are the hidden states of the step that the model computed.
+        ``hidden``, ``[tokens, hidden_size]``, are the hidden states of the step that the model computed. Rank 0 alone
+        asks its ``choose``.
         """
         if not rows:
             return []
@@ -76,16 +91,16 @@ class Drafting:
         state = self._drafter.forward(token_ids, begun, positions, cache)
         if not wanting:
             return []
-        return self._drafted(state.index_select(0, wanted), [rows[i] for i in wanting], count)
+        return self._drafted(state.index_select(0, wanted), [rows[i] for i in wanting], count, choose)
 
-    def _drafted(self, state: torch.Tensor, rows: Sequence[KnownTokens], count: int) -> list[list[int]]:
+    def _drafted(self, state: torch.Tensor, rows: Sequence[KnownTokens], count: int, choose: Choose) -> list[list[int]]:
         """Returns the drafts of ``rows``, whose last hidden states are ``state``, ``[rows, hidden_size]``."""
         device = state.device
         # The first draft of a row needs no place in the cache, and each further one that of the draft before it.
         most = [1 + min(self._max_positions, len(row.block_table) * self._block_size) - row.end for row in rows]
         going, found = list(range(len(rows))), list[tuple[list[int], torch.Tensor]]()
         for number in range(1, count + 1):
-            tokens = self._chosen(state)
+            tokens = self._chosen(state, going, number - 1, choose)
             found.append((going, tokens))
             staying = [place for place, i in enumerate(going) if min(count, most[i]) > number]
             if not staying:
@@ -105,12 +120,12 @@ class Drafting:
                 drafts[i].append(next(values))
         return drafts
 
-    def _chosen(self, state: torch.Tensor) -> torch.Tensor:
-        """Returns the likeliest token of each row, int32 ``[rows]``, on all ranks."""
+    def _chosen(self, state: torch.Tensor, rows: Sequence[int], number: int, choose: Choose) -> torch.Tensor:
+        """Returns the draft with this number of each row, int32 ``[rows]``, on all ranks."""
         logits = self._drafter.logits(state)
         if self._tp.size == 1:
-            return logits.argmax(-1).int()
+            return choose(logits, rows, number).int()
         # Rank 0 alone has logits. The sum of its tokens and of zeros tells the others; fp32 has ids up to 2**24.
         rank0 = self._tp.rank == 0
-        tokens = logits.argmax(-1).float() if rank0 else logits.new_zeros(len(state), dtype=torch.float32)
+        tokens = choose(logits, rows, number).float() if rank0 else logits.new_zeros(len(state), dtype=torch.float32)
         return self._tp.all_reduce(tokens).int()

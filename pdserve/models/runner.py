@@ -26,7 +26,7 @@ from pdserve.models.backend import CPU
 from pdserve.models.checkpoint.decoder_config import DecoderConfig, FamilyConfig
 from pdserve.models.checkpoint.weights import Checkpoint
 from pdserve.models.decoder import build_decoder
-from pdserve.models.drafting import Drafting, KnownTokens
+from pdserve.models.drafting import Choose, Drafting, KnownTokens, likeliest
 from pdserve.models.latent_plan import LatentStep, plan_latents, sparse_form
 from pdserve.models.parts.projections import Building
 from pdserve.models.rank_cache import (
@@ -449,14 +449,14 @@ class ModelRunner:
         return self._decoder.logits(hidden[wanted])
 
     @torch.inference_mode()
-    def draft(self, rows: Sequence[DraftRow], count: int) -> list[list[int]]:
+    def draft(self, rows: Sequence[DraftRow], count: int, choose: Choose = likeliest) -> list[list[int]]:
         """Drafts up to ``count`` tokens behind each row that wants some, and completes the cache of the others.
 
         The layer that drafts keeps a key and a value of each token whose next one is known. So ``rows`` are all of the
         last step of which a next token is known, in the order of the step, once, before the next step is computed. Rows
         of one request that share blocks see each other, as in a step. Drafts write the cache behind their row, in its
         blocks: what is there is written again when the tokens are known. So drafts end where the blocks end, or the
-        longest context.
+        longest context. Rank 0 has ``choose`` choose the drafts.
 
         Returns the drafts of each row that wants some, in the order of the rows; on all ranks the same. Waits for a
         GPU. Raises ValueError if no step was computed or the rows do not fit it, RankLost if another rank does not
@@ -474,7 +474,7 @@ class ModelRunner:
             table = step.block_table if row.block_table is None else row.block_table
             known.append(KnownTokens(step.start, starts[row.row], row.next_tokens, table, row.wanted))
         self._tp.begin_step()
-        return self._drafting(hidden, known, count)
+        return self._drafting(hidden, known, count, choose)
 
     def _planned(self, rows: Sequence[StepRow]) -> StepCache:
         """Returns the cache as these rows use it."""

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from pdserve.models.drafting import Choose, likeliest
 from tests.models.tiny_families import CASES, FULL, config_of, save_tiny
 
 DEEPSEEK = {"projection": "eh_proj", "embedding": "enorm", "hidden": "hnorm", "last": "shared_head.norm"}
@@ -77,6 +78,25 @@ def answering_with(folder: Path, tokens: Sequence[int]) -> Path:
     return folder
 
 
+def agreeing(folder: Path, noise: float) -> Path:
+    """Makes a tiny GLM of ``save_tiny_drafting`` choose a token by the last one alone, and its drafts nearly so.
+
+    The layer that drafts sees that token with ``noise``: without any, its distributions are those of the model.
+    """
+    tensors = load_file(folder / "model.safetensors")
+    for name in tensors:
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            tensors[name].zero_()
+    (projection,) = [name for name in tensors if name.endswith("eh_proj.weight")]
+    prefix, hidden = projection.removesuffix("eh_proj.weight"), len(tensors[projection])
+    random = torch.Generator().manual_seed(1)
+    tensors[projection] = torch.eye(hidden, 2 * hidden) + noise * torch.randn(hidden, 2 * hidden, generator=random)
+    tensors[f"{prefix}enorm.weight"].fill_(1.0)
+    tensors[f"{prefix}shared_head.norm.weight"] = tensors["model.norm.weight"].clone()
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
 class ReferenceDrafts:
     """The drafts of a folder that ``save_tiny_drafting`` made, each computed from the whole context."""
 
@@ -110,7 +130,7 @@ class ReferenceDrafts:
         return scaled * (self._tensor(name) + self._offset)
 
     @torch.no_grad()
-    def drafts(self, tokens: Sequence[int], count: int) -> list[int]:
+    def drafts(self, tokens: Sequence[int], count: int, choose: Choose = likeliest) -> list[int]:
         """Returns ``count`` drafts of what follows ``tokens``, the last of which the model has not computed yet."""
         whole: Any = self._whole
         following = list(tokens[1:])
@@ -121,7 +141,7 @@ class ReferenceDrafts:
             both = torch.cat((self._normed(embedded, "embedding"), self._normed(hidden, "hidden")), 1)
             given = both @ self._tensor("projection").T
             last = self._layer(inputs_embeds=given[None]).last_hidden_state[0, -1:]
-            found.append(int(whole.lm_head(last).argmax()))
+            found.append(int(choose(whole.lm_head(last), [0], len(found))))
             if len(found) == count:
                 return found
             following.append(found[-1])

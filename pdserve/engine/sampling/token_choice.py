@@ -196,6 +196,29 @@ def draw(logits: torch.Tensor, sampling: Sequence[SamplingParams], uniforms: Seq
     return _invert(filter_rows(logits.softmax(-1), logits, sampling), uniforms)
 
 
+def guess(
+    logits: torch.Tensor, sampling: Sequence[SamplingParams], positions: Sequence[int]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Guesses the token of each row, at these positions of answers, by another model's ``logits`` of it.
+
+    It is drawn by the number that will draw the token: so where both distributions agree, the tokens are the same.
+    Rules that look back count for nothing.
+
+    Returns token ids, int64 ``[rows]``, and whether the logits of each row are finite, both on the device of
+    ``logits`` (fp32 ``[rows, vocab_size]``). Waits for a GPU where ``draw`` does.
+    """
+    best = logits.max(-1)
+    tokens, finite = best.indices.clone(), best.values.isfinite()
+    drawn = [row for row, params in enumerate(sampling) if is_drawn(params)]
+    for group in row_groups(drawn, logits):
+        (places,) = to_device([group], logits.device)
+        own = group_logits(logits, group).masked_fill_(~finite.index_select(0, places).unsqueeze(1), 0.0)
+        params = [sampling[row] for row in group]
+        uniforms = [uniform(sampling[row].seed, positions[row]) for row in group]
+        tokens.index_copy_(0, places.long(), draw(own, params, uniforms))
+    return tokens, finite
+
+
 def best_or_drawn(logits: Logits, sampling: SamplingParams, uniform: float | None) -> int | None:
     """Returns the place of the best of a few tokens, or with ``uniform`` of that at which the distribution passes it.
 

@@ -17,10 +17,8 @@ from dataclasses import dataclass, field
 import torch
 
 from pdserve.engine.request import Request, Status
-from pdserve.engine.sampling.sampling_row import row_groups
-from pdserve.engine.sampling.token_choice import draw, group_logits, is_drawn, uniform
+from pdserve.engine.sampling.token_choice import guess
 from pdserve.models.runner import ModelRunner, StepRow
-from pdserve_kernels.host_copies import to_device
 
 _NOT_FINITE = -1
 
@@ -160,14 +158,6 @@ class DraftModel:
 
         It is ``_NOT_FINITE`` where the logits are not.
         """
-        logits = logits[:, : self._vocab_size]
-        best = logits.max(-1)
-        tokens, finite = best.indices.clone(), best.values.isfinite()
-        drawn = [place for place, request in enumerate(requests) if is_drawn(request.sampling)]
-        for group in row_groups(drawn, logits):
-            (places,) = to_device([group], logits.device)
-            own = group_logits(logits, group).masked_fill_(~finite.index_select(0, places).unsqueeze(1), 0.0)
-            sampling = [requests[place].sampling for place in group]
-            uniforms = [uniform(requests[i].sampling.seed, requests[i].num_generated_tokens + number) for i in group]
-            tokens.index_copy_(0, places.long(), draw(own, sampling, uniforms))
+        positions = [request.num_generated_tokens + number for request in requests]
+        tokens, finite = guess(logits[:, : self._vocab_size], [request.sampling for request in requests], positions)
         return tokens.where(finite, _NOT_FINITE)

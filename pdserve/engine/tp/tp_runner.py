@@ -11,6 +11,7 @@ from pdserve.config import EngineConfig
 from pdserve.engine.tp.rank_rows import SentRows
 from pdserve.engine.tp.tp_ranks import Ranks
 from pdserve.errors import RankLost
+from pdserve.models.drafting import Choose, likeliest
 from pdserve.models.runner import DraftRow, Graph, ModelRunner, Score, StepRow
 from pdserve.models.tp.shares import ALONE, TpGroup
 from pdserve.models.tp.tp_groups import open_group
@@ -40,11 +41,11 @@ class TpRunner:
         except RankLost as exc:
             raise self._ranks.explain(exc) from exc
 
-    def draft(self, rows: Sequence[DraftRow], count: int) -> list[list[int]]:
+    def draft(self, rows: Sequence[DraftRow], count: int, choose: Choose = likeliest) -> list[list[int]]:
         """Drafts tokens on all ranks (``ModelRunner.draft``). Raises RankLost if a rank did not do its part."""
         self._ranks.tell(self._sent.draft(rows, count))
         try:
-            drafts = self._own.draft(rows, count)
+            drafts = self._own.draft(rows, count, choose)
             self._group.finish_step()
             return drafts
         except RankLost as exc:
