@@ -188,6 +188,7 @@ def assemble(
         life=life,
         groups=groups if spec.groups else (),
     )
+    ahead = own if overlaps(config, device) and not own.cache.states else None
     loop = StepLoop(
         api=api,
         wake_up=wake_up,
@@ -197,7 +198,8 @@ def assemble(
         config=config.scheduler,
         stop=stop,
         prompts=prompts,
-        ahead_runner=own if overlaps(config, device) and not own.cache.states else None,
+        ahead_runner=ahead,
+        ahead_drafter=ahead if drafts else None,
         drafter=runner if drafts else None,
         draft_model=draft_model,
         placement=placement,

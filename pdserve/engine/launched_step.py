@@ -10,7 +10,7 @@ refuses the token with which it went on: the right token takes the place of what
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Protocol, TypeAlias
 
@@ -29,7 +29,7 @@ from pdserve.engine.sampling.pending_tokens import (
 from pdserve.engine.sampling.sampling_row import SamplingRow
 from pdserve.engine.scheduling.batch_plan import BatchPlan, Work
 from pdserve.models.drafting import Choose, likeliest
-from pdserve.models.runner import DraftRow, Score, StepRow
+from pdserve.models.runner import ComputedRows, DraftRow, Score, StepRow
 from pdserve.wire.sampling_params import PromptLogprobs, SampledToken
 from pdserve_kernels.host_copies import to_device
 
@@ -72,6 +72,21 @@ class AheadRunner(Protocol):
         """
 
 
+class AheadDrafter(Protocol):
+    """What drafts need of the runner of steps that are launched ahead, if the model drafts: a ``ModelRunner``."""
+
+    def complete(
+        self, rows: Sequence[DraftRow], tokens: torch.Tensor | None = None, of: ComputedRows | None = None
+    ) -> None:
+        """Has the layer that drafts see the next tokens of rows of the last step, or of one that was ``kept``.
+
+        ``tokens`` take the place of the last next tokens of the first rows. Does not wait for a GPU.
+        """
+
+    def kept(self) -> ComputedRows:
+        """Returns what ``complete`` needs of the last step once another one was computed."""
+
+
 _UNKNOWN = 0
 """This id stands for a token that is on the device only."""
 
@@ -91,7 +106,9 @@ class LaunchedStep:
     drafts: DraftTokens | None = None
     """The tokens after drafts; None if the step has none."""
     starts: Sequence[int] = ()
-    """The position of the first token of each work of the plan. A step that was launched ahead has none."""
+    """The position of the first token of each work of the plan."""
+    firsts: Sequence[int] = ()
+    """The first row of each work of the plan among those that the runner was given."""
 
     def scored(self) -> list[tuple[Request, PromptLogprobs]]:
         """Returns the log probabilities that the step gives of requests' prompts. Waits for a GPU."""
@@ -132,22 +149,54 @@ def known_rows(step: LaunchedStep, wanting: Set[Request], tables: Tables) -> lis
     ``wanting`` are the requests for which the model is to draft more. ``tables`` has blocks of requests that may have
     ended since.
     """
-    found, row = list[tuple[Request, DraftRow]](), 0
-    for work, start in zip(step.plan.work, step.starts, strict=True):
+    found = list[tuple[Request, DraftRow]]()
+    for work, start, first in zip(step.plan.work, step.starts, step.firsts, strict=True):
         request, tokens = work.request, work.request.token_ids
         together = work.num_tokens if work.is_chunk else 1
-        for at in range(start, start + work.num_rows, together):
+        for row, at in enumerate(range(start, start + work.num_rows, together), first):
             known = tokens[at + 1 : at + 1 + together]
             # A request that has ended has blocks of its own only while its children wait for them.
             table = None if request.block_table or not request.ended else tables.get(request)
             if known and (request.block_table or table):
                 wanted = request in wanting and at + len(known) == len(tokens) - 1
                 found.append((request, DraftRow(row, known, wanted, table)))
-            row += 1
     return found
 
 
-@dataclass(frozen=True, slots=True)
+def complete_ahead(runner: AheadDrafter, step: LaunchedStep, before: UnderWay) -> None:
+    """Has the layer that drafts see the next tokens of a step, ``before``, whose tokens are on the device only.
+
+    Those that are sampled when they are read, or that a grammar refuses, follow then (``complete_late``).
+    """
+    late, on_device = before.pending.late, list[tuple[Request, DraftRow]]()
+    known = list[DraftRow]()
+    # Beside replays and drafts, no step is launched ahead: each work is one row.
+    for work, start, row in zip(step.plan.work, step.starts, step.firsts, strict=True):
+        request, end = work.request, start + work.num_tokens
+        tokens = request.token_ids[start + 1 : end + 1]
+        if len(tokens) == work.num_tokens:
+            known.append(DraftRow(row, tokens, wanted=False))
+        elif request in before.rows and before.rows[request] not in late:
+            on_device.append((request, DraftRow(row, [*tokens, _UNKNOWN], wanted=False)))
+    if late or any(request.sampling.grammar is not None for request in before.rows):
+        before.kept = runner.kept()
+    runner.complete([*(row for _, row in on_device), *known], before.tokens([request for request, _ in on_device]))
+
+
+def complete_late(runner: AheadDrafter, step: LaunchedStep, before: UnderWay, tables: Tables) -> None:
+    """Does the same for tokens that another step was launched without, now that they are known.
+
+    ``tables`` are those of ``known_rows``.
+    """
+    if before.kept is None:
+        return
+    rows = {*before.pending.late, *before.pending.refused}
+    found = [row for request, row in known_rows(step, frozenset(), tables) if before.rows.get(request) in rows]
+    if found:
+        runner.complete(found, of=before.kept)
+
+
+@dataclass(slots=True)
 class UnderWay:
     """The tokens of a step, as far as the step after it can take them before they are known."""
 
@@ -156,6 +205,8 @@ class UnderWay:
     """The row of ``pending`` of each request that gets a token."""
     next_rows: dict[Request, SamplingRow] = field(default_factory=dict)
     """What the tokens after these are sampled by, of the requests that can follow."""
+    kept: ComputedRows | None = None
+    """The step, if it has to be completed once its tokens are known, for the layer that drafts."""
 
     @classmethod
     def of(cls, step: LaunchedStep) -> UnderWay:
@@ -195,16 +246,24 @@ class StepAhead:
         in a later step, with the right token.
         """
         step, refused, rows_before = self.step, self.before.pending.refused, self.before.rows
-        works = [
-            Work(work.request, work.num_tokens)
-            for work in step.plan.work
+        going = [
+            number
+            for number, work in enumerate(step.plan.work)
             if goes_on(work) and not (refused and rows_before.get(work.request) in refused)
         ]
-        plan = BatchPlan(works)
+        works = [step.plan.work[number] for number in going]
+        plan = BatchPlan([Work(work.request, work.num_tokens) for work in works])
         if len(works) == len(step.plan.work) == step.plan.num_following:
-            return LaunchedStep(plan, step.requests, step.rows, step.pending)
+            return replace(step, plan=plan)
         requests, row_of = plan.sampled_requests, dict(zip(step.requests, step.rows, strict=True))
-        return LaunchedStep(plan, requests, [row_of[request] for request in requests], step.pending)
+        return replace(
+            step,
+            plan=plan,
+            requests=requests,
+            rows=[row_of[request] for request in requests],
+            starts=[step.starts[number] for number in going],
+            firsts=[step.firsts[number] for number in going],
+        )
 
 
 def goes_on(work: Work) -> bool:
@@ -243,7 +302,8 @@ def launch(runner: StepRunner, plan: BatchPlan, eos_token_ids: Set[int], on_devi
     sampling = sample_later if on_device else HostTokens
     pending = sampling(computed, rows, sources, eos_token_ids)
     starts = [work.request.num_computed_tokens for work in plan.work]
-    return LaunchedStep(plan, requests, range(len(requests)), pending, scores, drafts, starts)
+    firsts = list(accumulate((1 if work.is_chunk else work.num_rows for work in plan.work[:-1]), initial=0))
+    return LaunchedStep(plan, requests, range(len(requests)), pending, scores, drafts, starts, firsts)
 
 
 def launch_ahead(runner: AheadRunner, plan: BatchPlan, before: UnderWay, eos_token_ids: Set[int]) -> StepAhead:
@@ -267,7 +327,11 @@ def launch_ahead(runner: AheadRunner, plan: BatchPlan, before: UnderWay, eos_tok
     if tokens is not None and joining:
         last = torch.cat([tokens, tokens.new_full((len(joining),), KNOWN)])
     pending = sample_later(computed, rows, [*range(count), *behind], eos_token_ids, last, certain=count)
-    return StepAhead(LaunchedStep(plan, followed + joining, range(len(rows)), pending), before)
+    starts = [work.start for work in plan.work]
+    step = LaunchedStep(
+        plan, followed + joining, range(len(rows)), pending, starts=starts, firsts=range(len(plan.work))
+    )
+    return StepAhead(step, before)
 
 
 def step_rows(work: Work, wants_logits: bool) -> list[StepRow]:

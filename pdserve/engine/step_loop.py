@@ -24,6 +24,7 @@ from pdserve.engine.core_lending import Cores, OwnCores
 from pdserve.engine.kv_cache.block_manager import BlockManager
 from pdserve.engine.kv_connector import KvConnector
 from pdserve.engine.launched_step import (
+    AheadDrafter,
     AheadRunner,
     DraftRunner,
     LaunchedStep,
@@ -31,6 +32,8 @@ from pdserve.engine.launched_step import (
     StepRunner,
     Tables,
     UnderWay,
+    complete_ahead,
+    complete_late,
     decodes_on,
     known_rows,
     launch,
@@ -180,6 +183,7 @@ class StepLoop:
         prompts: PromptRule,
         placement: Placement,
         ahead_runner: AheadRunner | None = None,
+        ahead_drafter: AheadDrafter | None = None,
         drafter: DraftRunner | None = None,
         draft_model: DraftModel | None = None,
         renew: Callable[[bytes], None] = lambda _: None,
@@ -193,7 +197,8 @@ class StepLoop:
         """``ahead_runner`` is ``runner`` if decode steps are to be launched before the tokens of the last are known.
 
         Everything else that writes to the KV cache then has to do it behind the steps that were launched before.
-        ``drafter`` is the runner if the model drafts tokens after its steps, and ``draft_model`` what does it instead.
+        ``drafter`` is the runner if the model drafts tokens after its steps, and ``draft_model`` what drafts instead.
+        ``ahead_drafter`` is ``ahead_runner`` if the model drafts.
         ``give_back`` gives free memory back. It is called once when nothing was to be done for a while.
         ``renew`` takes a new cluster secret. Without a ``recorder`` no timelines are noted. ``life`` is where the loop
         shows life, and ``ranks_s`` how long another rank may keep it waiting.
@@ -205,7 +210,7 @@ class StepLoop:
         if ahead_runner is not None and blocks.keeps_states:
             # A token that turns out to be refused would be in the state already.
             raise EngineError("steps of a model that keeps states cannot be launched ahead of their tokens")
-        self._drafter, self._draft_model = drafter, draft_model
+        self._drafter, self._ahead_drafter, self._draft_model = drafter, ahead_drafter, draft_model
         self._blocks = blocks
         self._connector = connector
         self._collector = OutputCollector()
@@ -262,7 +267,7 @@ class StepLoop:
                 # The tokens of the step before leave while this one computes.
                 self._send_output()
             if step is not None:
-                self._postprocess(step, began=now)
+                self._postprocess(step, ahead, began=now)
             self._blocks.clean(self._runner.clear)
             if self._ahead_runner is None or ahead is not None:
                 self._send_output()
@@ -415,10 +420,15 @@ class StepLoop:
         # Launching it may compile kernels, and the step under way may not have ended meanwhile.
         self._life.show(self._watch.expected_s(step.plan) + self._watch.expected_s(plan))
         self._steps_ahead += 1
+        if self._ahead_drafter is not None:
+            complete_ahead(self._ahead_drafter, step, before)
         return launch_ahead(self._ahead_runner, plan, before, self._eos_token_ids)
 
-    def _postprocess(self, step: LaunchedStep, began: float) -> None:
-        """Waits for a step's tokens and passes on what became final."""
+    def _postprocess(self, step: LaunchedStep, ahead: StepAhead | None, began: float) -> None:
+        """Waits for a step's tokens and passes on what became final.
+
+        Behind a step with another one ``ahead`` of its tokens, nothing is drafted.
+        """
         sampled = step.read()
         for request, logprobs in step.scored():
             self._scheduler.scored(request, logprobs)
@@ -436,13 +446,22 @@ class StepLoop:
             self._connector.give_up(request, NOT_FINITE, FailureCause.PROMPT)
             self._blocks.taint_context(request.block_table, request.block_hashes)
             self._scheduler.finish(request, FinishReason.ERROR, NOT_FINITE)
-        if self._drafter is not None:
+        if ahead is not None:
+            self._end_ahead(step, ahead, tables)
+        elif self._drafter is not None:
             self._draft(step, self._drafter, tables)
         elif self._draft_model is not None:
             self._draft_beside(step, self._draft_model)
         self._connector.stepped(self._scheduler, step.plan, now)
         for wanted in self._scheduler.move_wanted(now, self._placement.step_cost.decode_step_s):
             self._api.send(wanted)
+
+    def _end_ahead(self, step: LaunchedStep, ahead: StepAhead, tables: Tables) -> None:
+        """Does what has to be done for drafts behind a step with another one ahead of its tokens."""
+        if self._ahead_drafter is not None:
+            complete_late(self._ahead_drafter, step, ahead.before, tables)
+        if self._draft_model is not None:
+            self._draft_model.forget_ended()
 
     def _draft(self, step: LaunchedStep, drafter: DraftRunner, tables: Tables) -> None:
         """Has the model draft what may follow a step's tokens, and complete what it keeps of them.

@@ -60,12 +60,17 @@ class Drafting:
         self._block_size, self._max_positions = block_size, max_positions
 
     def __call__(
-        self, hidden: torch.Tensor, rows: Sequence[KnownTokens], count: int, choose: Choose = likeliest
+        self,
+        hidden: torch.Tensor,
+        rows: Sequence[KnownTokens],
+        count: int = 0,
+        choose: Choose = likeliest,
+        tokens: torch.Tensor | None = None,
     ) -> list[list[int]]:
         """Returns up to ``count`` drafts for each row that wants some, and writes the cache of all rows.
 
         ``hidden``, ``[tokens, hidden_size]``, are the hidden states of the step that the model computed. Rank 0 alone
-        asks its ``choose``.
+        asks its ``choose``. ``tokens`` on the device take the place of the last next tokens of the first rows.
         """
         if not rows:
             return []
@@ -86,6 +91,9 @@ class Drafting:
             ],
             hidden.device,
         )
+        if tokens is not None:
+            (late,) = to_device([[last[i] for i in range(len(tokens))]], hidden.device)
+            token_ids.index_copy_(0, late.long(), tokens.to(token_ids.dtype))
         begun = self._drafter.begun(hidden.index_select(0, places))
         cache = self._plan([AttentionRow(len(row.next_tokens), row.end, row.block_table) for row in known])
         state = self._drafter.forward(token_ids, begun, positions, cache)

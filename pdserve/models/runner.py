@@ -97,6 +97,15 @@ class DraftRow:
     """The blocks of the row; None if they are those that it had in the step."""
 
 
+@dataclass(frozen=True, slots=True)
+class ComputedRows:
+    """What drafts need of a step that was computed."""
+
+    rows: Sequence[StepRow]
+    hidden: torch.Tensor
+    """The hidden states of the step's tokens, ``[tokens or more, hidden_size]``."""
+
+
 FEW_ROWS = (1, 2, 4)
 FINE_STEP, COARSE_STEP = 8, 64
 COARSE_ABOVE = 128
@@ -394,8 +403,8 @@ class ModelRunner:
         if self._decoder.drafter is not None:
             plan = partial(self._planned_whole, self.cache.attention[0])
             self._drafting = Drafting(self._decoder.drafter, plan, block_size, max_model_len, tp)
-        self._computed: tuple[Sequence[StepRow], torch.Tensor] | None = None
-        """The rows of the last step and the hidden states of their tokens, if tokens are drafted."""
+        self._computed: ComputedRows | None = None
+        """The last step, if tokens are drafted."""
         self._recorded_hidden: torch.Tensor | None = None
         """``[max_rows, hidden_size]``: the hidden states of the last recorded step, if tokens are drafted."""
 
@@ -418,7 +427,7 @@ class ModelRunner:
             logits = self._graphs.run(rows, tokens)
             if logits is not None:
                 if self._recorded_hidden is not None:
-                    self._computed = rows, self._recorded_hidden
+                    self._computed = ComputedRows(rows, self._recorded_hidden)
                 wanting = [i for i, row in enumerate(rows) if row.wants_logits]
                 return logits if len(wanting) == len(rows) else logits[self._places(wanting)]
         return self._run(rows, tokens, score)
@@ -442,7 +451,7 @@ class ModelRunner:
             token_ids[: len(tokens)].copy_(tokens)
         hidden = self._decoder.forward(token_ids, positions, self._planned(rows))
         if self._drafting is not None:
-            self._computed = rows, hidden
+            self._computed = ComputedRows(rows, hidden)
         if score is not None:
             for places in self._scored_places(rows):
                 score(self._decoder.logits(hidden[places]))
@@ -462,19 +471,54 @@ class ModelRunner:
         GPU. Raises ValueError if no step was computed or the rows do not fit it, RankLost if another rank does not
         compute the same.
         """
-        if self._drafting is None or self._computed is None:
+        return self._drafted(rows, self._last_computed(), count, choose)
+
+    @torch.inference_mode()
+    def complete(
+        self, rows: Sequence[DraftRow], tokens: torch.Tensor | None = None, of: ComputedRows | None = None
+    ) -> None:
+        """Does what ``draft`` does without drafts, for some rows of the last step, or of one that was ``kept``.
+
+        ``tokens`` on the device, int64, take the place of the last next tokens of the first rows. Does not wait for a
+        GPU. Raises ValueError and RankLost as ``draft`` does.
+        """
+        self._drafted(rows, self._last_computed() if of is None else of, tokens=tokens)
+
+    def kept(self) -> ComputedRows:
+        """Returns the last step for ``complete``: it can be completed when the next one was computed, too.
+
+        Raises ValueError as ``draft`` does.
+        """
+        computed = self._last_computed()
+        if computed.hidden is not self._recorded_hidden:
+            return computed
+        return ComputedRows(computed.rows, computed.hidden[: len(computed.rows)].clone())
+
+    def _last_computed(self) -> ComputedRows:
+        if self._computed is None:
             raise ValueError("there is no step whose tokens can be drafted on: a runner with drafts computes one first")
-        steps, hidden = self._computed
-        starts = list(accumulate((len(step.token_ids) for step in steps), initial=0))
+        return self._computed
+
+    def _drafted(
+        self,
+        rows: Sequence[DraftRow],
+        computed: ComputedRows,
+        count: int = 0,
+        choose: Choose = likeliest,
+        tokens: torch.Tensor | None = None,
+    ) -> list[list[int]]:
+        if self._drafting is None:
+            raise ValueError("a runner drafts no tokens that was not asked for the layer for it")
+        starts = list(accumulate((len(step.token_ids) for step in computed.rows), initial=0))
         known = []
         for row in rows:
-            step = steps[row.row]
+            step = computed.rows[row.row]
             if not 0 < len(row.next_tokens) <= len(step.token_ids):
                 raise ValueError(f"{len(row.next_tokens)} next tokens for a row of {len(step.token_ids)}")
             table = step.block_table if row.block_table is None else row.block_table
             known.append(KnownTokens(step.start, starts[row.row], row.next_tokens, table, row.wanted))
         self._tp.begin_step()
-        return self._drafting(hidden, known, count, choose)
+        return self._drafting(computed.hidden, known, count, choose, tokens)
 
     def _planned(self, rows: Sequence[StepRow]) -> StepCache:
         """Returns the cache as these rows use it."""

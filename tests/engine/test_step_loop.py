@@ -245,6 +245,7 @@ def engine(
         socket.bind("inproc://engine")
         channel, wake_up = TurnsChannel(context, "inproc://engine"), WakeUp()
         connector = NoTransferConnector(blocks) if connect is None else connect(runner, blocks, wake_up)
+        ahead = runner if overlap and not runner.cache.states else None
         loop = StepLoop(
             api=channel,
             wake_up=wake_up,
@@ -255,7 +256,8 @@ def engine(
             stop=StopRule(frozenset(config.eos_token_ids), max_len),
             prompts=PromptRule(VOCAB_SIZE, max_len),
             placement=placement or make_placement(BLOCK_SIZE),
-            ahead_runner=runner if overlap and not runner.cache.states else None,
+            ahead_runner=ahead,
+            ahead_drafter=ahead if drafts else None,
             drafter=runner if drafts else None,
             draft_model=draft_model,
             grammars=GrammarOpener(lambda: tiny_vocabulary(folder), wake_up.set),

@@ -108,6 +108,32 @@ def test_rows_that_verify_drafts_see_each_other(tmp_path: Path, case: str, kerne
 
 
 @pytest.mark.parametrize("case", CASES)
+def test_a_step_is_completed_by_tokens_on_the_device_or_behind_the_next_one(
+    tmp_path: Path, case: str, kernels: Kernels
+) -> None:
+    folder = save_tiny_drafting(case, tmp_path)
+    reference, runner = ReferenceDrafts(case, folder), drafting_runner(folder, kernels)
+    first, others = len(PROMPT), [7, *PROMPT[:3]]
+    # A chunk, a prompt that ends, whose token is on the device, and a token whose next one comes late.
+    rows = [StepRow([others[0]], 0, OTHER, True), StepRow(PROMPT[:17], 0, TABLE, False)]
+    runner.run(rows)
+    late = runner.kept()
+    runner.complete([DraftRow(1, PROMPT[1:18], False)])
+    runner.run([StepRow(PROMPT[17:], 17, TABLE, True)])
+    runner.complete([DraftRow(0, [others[1]], False)], of=late)
+    runner.complete([DraftRow(0, [*PROMPT[18:], 0], False)], torch.tensor([ANSWER[0]]))
+    # Two tokens, in the other order, and a right one in the place of a wrong one.
+    runner.run([StepRow([others[1]], 1, OTHER, True), StepRow(ANSWER[:1], first, TABLE, True)])
+    refused = runner.kept()
+    runner.complete([DraftRow(1, [0], False), DraftRow(0, [0], False)], torch.tensor([ANSWER[1], 9]))
+    runner.run([StepRow(ANSWER[1:2], first + 1, TABLE, True)])
+    runner.complete([DraftRow(0, [others[2]], False)], of=refused)
+    assert runner.draft([DraftRow(0, ANSWER[2:3], True)], COUNT) == [reference.drafts([*PROMPT, *ANSWER[:3]], COUNT)]
+    runner.run([StepRow([others[2]], 2, OTHER, True)])
+    assert runner.draft([DraftRow(0, [others[3]], True)], COUNT) == [reference.drafts(others, COUNT)]
+
+
+@pytest.mark.parametrize("case", CASES)
 def test_drafts_go_on_from_blocks_that_were_moved(tmp_path: Path, case: str, kernels: Kernels) -> None:
     folder = save_tiny_drafting(case, tmp_path)
     source, target = drafting_runner(folder, kernels), drafting_runner(folder, kernels)

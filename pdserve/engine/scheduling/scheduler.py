@@ -253,7 +253,7 @@ class Scheduler:
             if request.children and work.start + work.num_tokens >= request.num_prompt_tokens:
                 # Its children begin behind it.
                 return False
-        return not self.speculation.is_hopeful(work.request for work in under_way.work if work.decodes)
+        return not self.speculation.is_hopeful(under_way.sampled_requests)
 
     def _following(
         self, under_way: BatchPlan, can_follow: Callable[[Request], bool], budget: StepBudget

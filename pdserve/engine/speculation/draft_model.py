@@ -74,6 +74,10 @@ class DraftModel:
         """The number of blocks that no request has."""
         return len(self._free)
 
+    def forget_ended(self) -> None:
+        """Gives back the blocks of requests that have ended, or wait."""
+        self._drop(request for request in self._kept if request.ended or request.status is not Status.RUNNING)
+
     @torch.inference_mode()
     def draft(self, requests: Sequence[Request], count: int, most_read: int) -> list[list[int]]:
         """Returns up to ``count`` drafts of what follows the tokens of each request. Waits for a GPU.
@@ -81,7 +85,7 @@ class DraftModel:
         All requests decode. It reads ``most_read`` of their tokens at most, of all together. A request has no drafts
         while its text is not read to the end, without room for its text, and behind logits that are not finite.
         """
-        self._drop(request for request in self._kept if request.ended or request.status is not Status.RUNNING)
+        self.forget_ended()
         self.num_runs = self.num_read = 0
         drafts: dict[Request, list[int]] = {request: [] for request in requests}
         rows = self._rows(requests, count, most_read) if count else {}

@@ -96,6 +96,7 @@ class Speculation:
         self._read_s = 0.0
         """What it takes a draft model to read one more token of a text."""
         self._model_steps = 0
+        """How many steps there were since the model drafted one more than pays."""
         self._may_read = 0
         """How many tokens of texts may still be read before the next step."""
         self._pays, self._steps_ahead = True, 0
@@ -107,9 +108,10 @@ class Speculation:
 
     def add_drafts(self, plan: BatchPlan, budget: StepBudget) -> None:
         """Adds drafts to the plan's requests that decode, where they pay. All else is planned."""
+        self._steps_ahead = 0
         if not self.is_on or not self._step_cost.decoding_known:
             return
-        self._may_read, self._steps_ahead, self._pays = READ_AT_ONCE, 0, False
+        self._may_read, self._pays = READ_AT_ONCE, False
         guessed = [found for place in range(len(plan.work)) if (found := self._guess(plan, place)) is not None]
         if not guessed:
             return
@@ -127,12 +129,19 @@ class Speculation:
     def is_hopeful(self, requests: Iterable[Request]) -> bool:
         """Returns whether the step after one that is under way is likely to draft: it then waits for this one.
 
-        Where drafts did not pay when they were last looked for, they are looked for once in ``TRIED_EVERY`` steps.
+        ``requests`` are those that get a token. The model may be about to draft of any of them, and the texts of those
+        that decode are looked at. Where drafts did not pay when they were last looked for, or made, they are once in
+        ``TRIED_EVERY`` steps.
         """
-        if self._by_model or not self._by_text:
-            return self._by_model
         self._may_read, self._steps_ahead = READ_AT_ONCE, self._steps_ahead + 1
-        texts = [self._read_text(request) for request in requests if _may_have_drafts(request)]
+        requests = [request for request in requests if _may_have_drafts(request)]
+        if self._by_model:
+            wanting, count = self._of_model(requests)
+            if wanting and (count or self._model_steps + self._steps_ahead >= TRIED_EVERY):
+                return True
+        if not self._by_text:
+            return False
+        texts = [self._read_text(request) for request in requests if request.prompt_is_computed]
         likely = any(text.matched and text.rate() >= HOPEFUL for text in texts)
         return likely and (self._pays or self._steps_ahead >= TRIED_EVERY)
 
@@ -143,14 +152,13 @@ class Speculation:
         if not self._by_model:
             return [], 0
         self._may_read = READ_AT_ONCE
-        wanting = [request for request in requests if self._wants_model(request)]
+        wanting, count = self._of_model(requests)
         if not wanting:
             return [], 0
-        count = self._model_count(wanting)
-        self._model_steps += 1
-        if self._model_steps % TRIED_EVERY == 0:
+        self._model_steps += max(1, self._steps_ahead)
+        if self._model_steps >= TRIED_EVERY:
             # One more than pays says whether it would.
-            count = min(count + 1, self._most_drafts)
+            self._model_steps, count = 0, min(count + 1, self._most_drafts)
         for request in wanting if count else ():
             # Drafts end where the blocks do.
             self._with_blocks(request, min(count, self._left(request)), len(requests))
@@ -189,6 +197,14 @@ class Speculation:
         each_s = max(_LEAST_S, seconds - runs * self._draft_s) / num_read
         self._read_s = _KEPT * self._read_s + (1 - _KEPT) * each_s if self._read_s else each_s
 
+    def _of_model(self, requests: Iterable[Request]) -> tuple[list[Request], int]:
+        """Returns the requests of which the model may draft, and how many drafts of each pay."""
+        wanting = [request for request in requests if self._wants_model(request)]
+        for request in wanting:
+            if request.model_drafts is not None:
+                request.model_drafts.read(request.token_ids)
+        return wanting, self._model_count(wanting) if wanting else 0
+
     def _wants_model(self, request: Request) -> bool:
         if not _may_have_drafts(request) or self._left(request) < 1:
             return False
@@ -215,8 +231,10 @@ class Speculation:
             if aim_s is not None and seconds > aim_s:
                 break
             speed = given / max(seconds, _LEAST_S)
-            if speed > best:
-                best, count = speed, drafts
+            if speed <= best:
+                # Each further draft is less likely right, and takes as long.
+                break
+            best, count = speed, drafts
         return count
 
     # ------------------------------------------------------------ drafts of a step

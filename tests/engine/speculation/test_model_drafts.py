@@ -75,6 +75,12 @@ def plain(folder: Path) -> list[Answer]:
 @pytest.fixture
 def drafted(monkeypatch: pytest.MonkeyPatch) -> list[Drafted]:
     """Has each step draft as much as it may, and returns what is drafted."""
+    monkeypatch.setattr(Speculation, "_model_count", lambda self, requests: COUNT)
+    return noted_drafts(monkeypatch)
+
+
+def noted_drafts(monkeypatch: pytest.MonkeyPatch) -> list[Drafted]:
+    """Has each step check as many drafts as there are, and returns what is drafted."""
     found: list[Drafted] = []
     put = Speculation.put
 
@@ -84,7 +90,6 @@ def drafted(monkeypatch: pytest.MonkeyPatch) -> list[Drafted]:
 
     monkeypatch.setattr(Speculation, "put", noted)
     monkeypatch.setattr(Speculation, "_counts", as_many_as_there_are)
-    monkeypatch.setattr(Speculation, "_model_count", lambda self, requests: COUNT)
     monkeypatch.setattr(ModelDrafts, "rate", lambda self, number=0: 0.9)
     return found
 

@@ -18,7 +18,7 @@ from pdserve.models.checkpoint.config_reading import read_decoder_config, read_f
 from pdserve.models.checkpoint.weights import Checkpoint
 from pdserve.models.layer_groups import layer_groups
 from pdserve.models.parts.projections import Building
-from pdserve.models.runner import CudaGraphs, DraftRow, ModelRunner, StepRow
+from pdserve.models.runner import ComputedRows, CudaGraphs, DraftRow, ModelRunner, StepRow
 from pdserve_kernels.contract import BlockFormat, BlockWeight
 from pdserve_kernels.cpu.torch_kernels import TorchKernels
 from pdserve_kernels.triton.triton_kernels import TritonKernels
@@ -289,6 +289,34 @@ def test_drafts_follow_captured_steps(family: str, tmp_path: Path) -> None:
         known = [DraftRow(i, [*row.token_ids[1:], 7 + at], i != 1) for i, row in enumerate(rows)]
         torch.testing.assert_close(runner.run(rows).cpu(), peer.run(rows), rtol=1e-4, atol=1e-3)
         assert runner.draft(known, 3) == peer.draft(known, 3)
+
+
+@pytest.mark.parametrize("family", with_more(DRAFTING, MORE_DRAFTING))
+def test_captured_steps_are_completed_ahead_and_behind_the_next_ones(family: str, tmp_path: Path) -> None:
+    """A step writes over the hidden states of the one before, which is completed first, or has kept them."""
+    folder, (prompts, tables) = save_tiny_drafting(family, tmp_path), prompts_and_tables()
+    shape = (folder, read_decoder_config(folder), Dtype.FP32, BLOCK_SIZE, NUM_BLOCKS, MAX_MODEL_LEN)
+    runner = GroupedRunner(*shape, KERNELS, device=DEVICE, drafts=True)
+    peer = GroupedRunner(*shape, TorchKernels(), drafts=True)
+    runner.capture_decode(KERNELS, 4, CudaGraphs() if DEVICE.type == "cuda" else RerunGraphs())
+    late: list[tuple[DraftRow, ComputedRows]] = []
+    for at in range(4):
+        rows = [
+            StepRow(prompt if at == 0 else [6 + at], len(prompt) + at - 1 if at else 0, table, True)
+            for prompt, table in zip(prompts, tables, strict=True)
+        ]
+        known = [DraftRow(i, [*row.token_ids[1:], 7 + at], at == 3) for i, row in enumerate(rows)]
+        runner.run(rows)
+        for row, kept in late:
+            runner.complete([row], of=kept)
+        peer.run(rows)
+        if at < 3:
+            *ahead, last = known
+            late = [(last, runner.kept())]
+            unknown = [DraftRow(row.row, [*row.next_tokens[:-1], 0], False) for row in ahead]
+            runner.complete(unknown, torch.full((len(ahead),), 7 + at, device=DEVICE))
+            peer.draft(known, 0)
+    assert runner.draft(known, 3) == peer.draft(known, 3)
 
 
 def test_a_model_whose_steps_differ_is_not_captured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
