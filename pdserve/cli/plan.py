@@ -11,12 +11,12 @@ import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pdserve.bench.report import check_folder, plotter, publish
-from pdserve.config import PlanConfig, PredictionConfig
+from pdserve.config import CpuKernels, PlanConfig, PredictionConfig
 from pdserve.config.bench import PlanMemoryConfig, PlanProfileConfig
 from pdserve.errors import BenchError, ConfigError, PlanError
 from pdserve.http.tls import Trust, read_authorities
@@ -44,7 +44,7 @@ _PROFILE_DESCRIPTION = (
 _MEMORY_DESCRIPTION = (
     "Says what the KV cache takes for --max-num-seqs requests of --max-model-len tokens, by the groups that a model's "
     "cache has: whole contexts, windows and states. Without --kv-cache-mib it finds the smallest cache that holds them "
-    "all at once. Weights are read by nobody."
+    "all at once. With --draft-model it also says what that model takes. Weights are read by nobody."
 )
 
 
@@ -221,10 +221,11 @@ def _profile(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     check_folder("--out", config.profile.out)
     cores = config.cpu.cores or tuple(os.sched_getaffinity(0))
     from pdserve.bench.plan.profiling import check_layout, measure
-    from pdserve.hub.finding import find_model
+    from pdserve.hub.finding import find_model, with_found_draft_model
     from pdserve.plan.profile import write_profile
 
     check_layout(config.profile.nodes, len(cores))
+    config = replace(config, scheduler=with_found_draft_model(config.scheduler, config.model, environ))
     profile = asyncio.run(measure(config, find_model(config.model, environ).path, environ))
     write_profile(profile, Path(config.profile.out))
     print(f"the profile of {profile.model} is in {config.profile.out}")
@@ -237,11 +238,11 @@ def _memory(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     requests, asked = config.scheduler.max_num_seqs, config.model.max_model_len
     if not requests:
         raise ConfigError("how many requests at once? --max-num-seqs is needed")
-    from pdserve.bench.plan.rows import memory_rows
+    from pdserve.bench.plan.rows import draft_model_row, memory_rows
     from pdserve.bench.report import Report, render, this_machine, to_json
-    from pdserve.hub.finding import find_model
+    from pdserve.hub.finding import find_model, with_found_draft_model
     from pdserve.models.checkpoint.config_reading import read_decoder_config
-    from pdserve.models.checkpoint.weight_form import cache_item_bytes
+    from pdserve.models.checkpoint.weight_form import cache_item_bytes, draft_model_size
     from pdserve.models.layer_groups import Load
     from pdserve.models.sizes import CPU_MOST_TOKENS
     from pdserve.plan.memory import cache_need
@@ -264,6 +265,11 @@ def _memory(argv: Sequence[str], environ: Mapping[str, str]) -> int:
         f"{prompt:,} moves",
         verdict,
     )
-    report = Report("plan memory", this_machine(), to_environ(config), notes, memory_rows(need, requests))
+    rows = memory_rows(need, requests)
+    if config.scheduler.used_draft_model:
+        other = Path(with_found_draft_model(config.scheduler, config.model, environ).draft_model)
+        held = draft_model_size(other, read_decoder_config(other), config.model, CpuKernels.AUTO, size)
+        rows += (draft_model_row(other.name, held),)
+    report = Report("plan memory", this_machine(), to_environ(config), notes, rows)
     publish(render(report), to_json(report), config.report.json)
     return 0

@@ -76,12 +76,11 @@ def run_node(role: Role, argv: Sequence[str], environ: Mapping[str, str]) -> int
         found = fetched
     if found.commit:
         log.info("model %s, revision %s", found.name, found.commit)
+    scheduler = with_found_draft_model(config.scheduler, config.model, environ)
+    config = dataclasses.replace(config, scheduler=scheduler)
     check_node(config, found.path)
     name = config.model.served_model_name or found.name
-    scheduler = with_found_draft_model(config.scheduler, config.model, environ)
-    config = dataclasses.replace(
-        config, model=dataclasses.replace(config.model, served_model_name=name), scheduler=scheduler
-    )
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, served_model_name=name))
 
     with loading_libraries():
         from pdserve.api.node.server import serve

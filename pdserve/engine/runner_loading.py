@@ -13,7 +13,6 @@ import torch
 
 from pdserve.compiled_library import BuildError
 from pdserve.config import CpuKernels, EngineConfig, KvCacheDtype
-from pdserve.engine.kv_cache.cache_size import draft_blocks
 from pdserve.engine.speculation.draft_model import DraftModel
 from pdserve.errors import ConfigError
 from pdserve.models.backend import Backend, choose_device, open_backend
@@ -24,6 +23,7 @@ from pdserve.models.checkpoint.weight_file import SMALLEST, kept_weights, weight
 from pdserve.models.checkpoint.weights import stays_in_blocks
 from pdserve.models.layer_groups import layer_groups
 from pdserve.models.runner import ModelRunner
+from pdserve.models.sizes import draft_blocks
 from pdserve.models.tp.shares import ALONE, TpGroup
 from pdserve_kernels.contract import BlockKernels, Kernels
 from pdserve_kernels.cpu.compiled_kernels import CompiledKernels

@@ -43,6 +43,9 @@ WINDOW_ENDS = 64
 LEAST_PLACES = 16
 MOST_PLACES = 256
 
+DRAFT_CACHE_TOKENS = 2**14
+"""The cache of a draft model holds so many tokens, of all requests together."""
+
 GPU_ONLY = (
     "--gpu-memory-utilization is for GPUs, and this engine computes on the CPU: --kv-cache-mib says how much memory "
     "its KV cache takes"
@@ -71,6 +74,8 @@ class ModelSize:
     """The longest window, in tokens."""
     state: int = 0
     """The bytes of a request's state, which does not grow."""
+    draft: int = 0
+    """The bytes of a draft model beside it, weights and KV cache."""
 
     def place_bytes(self, tokens: int) -> int:
         """Returns what the cache takes for each place of a batch, with so many tokens."""
@@ -128,11 +133,13 @@ def cpu_cache(model: ModelSize, cache: CacheConfig, max_model_len: int, memory: 
     if max_model_len > model.positions:
         raise ConfigError(f"--max-model-len is {max_model_len}, but the model knows only {model.positions} positions")
     context = model.context_bytes(max_model_len or model.positions)
-    left = max(LEAST_CACHE_MIB * MIB, memory - model.weights - ranks * PROCESS_BYTES) if memory else USUAL_CACHE_BYTES
+    taken = model.weights + model.draft + ranks * PROCESS_BYTES
+    left = max(LEAST_CACHE_MIB * MIB, memory - taken) if memory else USUAL_CACHE_BYTES
     if max_model_len and context > left:
         raise ConfigError(
             f"--max-model-len {max_model_len} takes {whole_mib(context)} MiB of KV cache, and {left // MIB} MiB are "
-            f"left for it: {memory // MIB} are available, and the weights take {whole_mib(model.weights)}. "
+            f"left for it: {memory // MIB} are available, and the weights take {whole_mib(model.weights)}"
+            f"{_draft_words(model)}. "
             f"--max-model-len {model.fitting_tokens(left)} fits, and --kv-cache-mib goes before what is counted here"
         )
     size = min(left // 2, max(USUAL_CACHE_BYTES, left // LARGE_MACHINE, context))
@@ -205,13 +212,22 @@ def _halved(most: int, least: int) -> list[int]:
 
 def check_weights(model: ModelSize, memory: int, ranks: int) -> None:
     """Raises ConfigError if the weights alone need more than the ``memory`` bytes that this machine has left."""
-    needed = model.weights + ranks * LEAST_PROCESS_BYTES
+    needed = model.weights + model.draft + ranks * LEAST_PROCESS_BYTES
     if memory and needed > memory:
         raise ConfigError(
-            f"the memory is too small for this model: its weights take {whole_mib(model.weights)} MiB and the node's "
-            f"processes at least {ranks * LEAST_PROCESS_BYTES // MIB}, and {memory // MIB} MiB are available; a GGUF "
-            "file with 4-bit weights takes a quarter of bfloat16"
+            f"the memory is too small for this model: its weights take {whole_mib(model.weights)} MiB"
+            f"{_draft_words(model)} and the node's processes at least {ranks * LEAST_PROCESS_BYTES // MIB}, and "
+            f"{memory // MIB} MiB are available; a GGUF file with 4-bit weights takes a quarter of bfloat16"
         )
+
+
+def _draft_words(model: ModelSize) -> str:
+    return f", the draft model {whole_mib(model.draft)}" if model.draft else ""
+
+
+def draft_blocks(block_size: int) -> int:
+    """Returns how many blocks of so many tokens the cache of a draft model has."""
+    return -(-DRAFT_CACHE_TOKENS // block_size)
 
 
 def whole_mib(nbytes: int) -> int:

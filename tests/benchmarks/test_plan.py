@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -27,7 +28,7 @@ from benchmarks.settings import BenchPlanConfig
 from pdserve.bench.plan.profiling import batches_within, beside_within, cache_geometry, check_cache, sized, steps_of
 from pdserve.bench.report import Figure, Row, Unit, read_report, this_machine
 from pdserve.bench.streamed_answer import Stream
-from pdserve.config import CacheConfig
+from pdserve.config import CacheConfig, SchedulerConfig
 from pdserve.config.bench import PlanProfileConfig
 from pdserve.errors import PlanError
 from pdserve.plan.profile import CacheGeometry, read_profile
@@ -243,3 +244,8 @@ def test_a_profile_without_sizes_has_those_that_its_nodes_are_given(tiny_model: 
     assert cache.max_num_batched_tokens == config.scheduler.max_num_batched_tokens >= 256
     assert cache.max_num_seqs == config.scheduler.max_num_seqs >= 64
     assert sized(config, tiny_model) == config
+    drafted = PlanProfileConfig(
+        cache=CacheConfig(node_memory_mib=1536), scheduler=SchedulerConfig(draft_model=str(tiny_model))
+    )
+    alone = replace(drafted, scheduler=SchedulerConfig())
+    assert sized(drafted, tiny_model).cache.kv_cache_mib < sized(alone, tiny_model).cache.kv_cache_mib

@@ -9,10 +9,21 @@ from pathlib import Path
 import pytest
 
 from pdserve.cli.servers import check_port
-from pdserve.cli.start_checks import check_model
-from pdserve.cli.up.command import StartTimes, _fitted
-from pdserve.config import CacheConfig, CpuKernels, ModelConfig, NodeConfig, UpConfig
+from pdserve.cli.start_checks import check_model, check_node
+from pdserve.cli.up.command import PROXY_BYTES, StartTimes, _fitted
+from pdserve.config import (
+    CacheConfig,
+    CpuKernels,
+    ModelConfig,
+    NodeConfig,
+    SchedulerConfig,
+    Speculate,
+    UpConfig,
+)
 from pdserve.errors import ConfigError
+from pdserve.models.checkpoint.config_reading import read_decoder_config
+from pdserve.models.checkpoint.weight_form import draft_model_size
+from pdserve.models.sizes import LEAST_PROCESS_BYTES, whole_mib
 from tests.cli.in_process import call
 from tests.processes import SECRET, pdserve
 
@@ -62,6 +73,31 @@ def test_a_machine_with_less_memory_than_the_proxy_takes_is_not_taken_for_an_unk
     monkeypatch.setattr("pdserve.cli.up.command.may_have_gpu", lambda node: False)
     with pytest.raises(ConfigError, match="the memory is too small for this model"):
         _fitted(UpConfig(), NodeConfig(), tiny_model)
+
+
+@pytest.mark.parametrize("command", ["up", "node"])
+def test_a_draft_model_that_does_not_fit_beside_the_model_is_told(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    """The model alone would."""
+    settings, decoder = ModelConfig(max_model_len=64), read_decoder_config(tiny_model)
+    draft = draft_model_size(tiny_model, decoder, settings, CpuKernels.AUTO, CacheConfig().block_size)
+    memory = draft.weights + LEAST_PROCESS_BYTES + draft.total - 2**20
+    monkeypatch.setattr("pdserve.cli.up.command.available_memory", lambda: PROXY_BYTES + memory)
+    monkeypatch.setattr("pdserve.cli.start_checks.available_memory", lambda: memory)
+    for module in ("up.command", "start_checks"):
+        monkeypatch.setattr(f"pdserve.cli.{module}.may_have_gpu", lambda node: False)
+
+    def check(scheduler: SchedulerConfig) -> None:
+        if command == "up":
+            _fitted(UpConfig(model=settings, scheduler=scheduler), NodeConfig(), tiny_model)
+        else:
+            check_node(NodeConfig(model=settings, scheduler=scheduler), tiny_model)
+
+    check(SchedulerConfig())
+    check(SchedulerConfig(draft_model=str(tiny_model), speculation=Speculate.OFF))
+    with pytest.raises(ConfigError, match=rf"MiB, the draft model {whole_mib(draft.total)} and the node's processes"):
+        check(SchedulerConfig(draft_model=str(tiny_model)))
 
 
 def checked(model: Path, memory: int) -> None:

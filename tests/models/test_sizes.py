@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -91,6 +92,16 @@ def test_weights_that_cannot_fit_are_told_with_numbers() -> None:
     check_weights(SMALL, 0, 1)
     with pytest.raises(ConfigError, match=r"too small for this model: its weights take 1024 MiB .* 1024 MiB are avail"):
         check_weights(SMALL, GIB, 1)
+
+
+def test_a_draft_model_takes_from_the_same_memory() -> None:
+    drafted = replace(SMALL, draft=3 * GIB)
+    check_weights(SMALL, 4 * GIB, 1)
+    with pytest.raises(ConfigError, match="its weights take 1024 MiB, the draft model 3072 and the node's processes"):
+        check_weights(drafted, 4 * GIB, 1)
+    assert cpu_cache(drafted, CacheConfig(), 0, 64 * GIB, 1) == cpu_cache(SMALL, CacheConfig(), 0, 61 * GIB, 1)
+    with pytest.raises(ConfigError, match="the weights take 1024, the draft model 3072"):
+        cpu_cache(drafted, CacheConfig(), SMALL.positions, 9 * GIB // 2, 1)
 
 
 def test_a_gpu_gives_nine_tenths_unless_settings_say_otherwise() -> None:

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
 from pdserve.bench.report import read_report
 from pdserve.cli.main import main
-from pdserve.config import Dtype
+from pdserve.config import CacheConfig, Dtype
 from pdserve.engine.kv_cache.block_manager import BlockManager
 from pdserve.engine.kv_cache.block_table import BlockTable
 from pdserve.errors import PlanError
@@ -18,12 +19,16 @@ from pdserve.models.checkpoint.config_reading import read_decoder_config
 from pdserve.models.checkpoint.decoder_config import DecoderConfig
 from pdserve.models.layer_groups import GroupSize, Load, group_blocks
 from pdserve.models.rank_cache import cache_place, group_specs
+from pdserve.models.runner import ModelRunner
+from pdserve.models.sizes import draft_blocks
 from pdserve.plan.memory import CacheNeed, cache_need, least_mib, requests_at_once
 from pdserve.wire.cache_groups import Keep, moved_blocks
+from pdserve_kernels.cpu.torch_kernels import TorchKernels
 from tests.engine.fake_model import groups_of
 from tests.engine.scheduling.test_scheduler import BLOCK_SIZE as BENCH_BLOCK
 from tests.engine.scheduling.test_scheduler import Bench
 from tests.models.tiny_families import save_tiny
+from tests.tiny_models import save_tiny_model
 
 BLOCK_SIZE = 16
 KIB, MIB = 2**10, 2**20
@@ -231,6 +236,27 @@ def test_a_model_with_one_group_has_one_row(tmp_path: Path, capsys: pytest.Captu
     (row,) = json.loads(capsys.readouterr().out)["rows"]
     assert row["at"] == {"group": "whole contexts", "keeps": "every block"}
     assert [figure["value"] for figure in row["figures"]][:3] == [6144.0, 384.0, 384.0]
+
+
+def test_a_draft_model_has_a_row_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its numbers are those of the runner that an engine makes of it."""
+    decoder_of(GPT_OSS, tmp_path)
+    other = save_tiny_model("llama", tmp_path / "small")
+    argv = ["--max-num-seqs", "2", "--draft-model", str(other), "--dtype", "float32", "--json", "-"]
+    assert run(tmp_path, *argv) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert rows[-1]["at"] == {"model": "small"}
+    weights, cache, both = (figure["value"] * MIB for figure in rows[-1]["figures"])
+    kernels, block_size = TorchKernels(), CacheConfig().block_size
+    runner = ModelRunner(
+        other, read_decoder_config(other), Dtype.FP32, block_size, draft_blocks(block_size), 64, kernels
+    )
+    assert cache == runner.kv_cache.nbytes
+    assert weights == sum(tensor.nbytes for tensor in load_file(other / "model.safetensors").values())
+    assert both == weights + cache
+    # Settings that do not use it do not count it.
+    assert run(tmp_path, *argv, "--speculation", "off") == 0
+    assert len(json.loads(capsys.readouterr().out)["rows"]) == len(rows) - 1
 
 
 def test_what_is_missing_or_too_long_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -34,7 +34,7 @@ from pdserve.machine.core_ledger import private_ledger
 from pdserve.machine.memory import MIB, available_memory
 from pdserve.models.checkpoint.config_reading import read_decoder_config
 from pdserve.models.checkpoint.model_files import served_model_name
-from pdserve.models.checkpoint.weight_form import cache_item_bytes, model_size
+from pdserve.models.checkpoint.weight_form import cache_item_bytes, draft_model_size, model_size
 from pdserve.models.layer_groups import Load, group_blocks, group_sizes, prompt_bytes
 from pdserve.models.sizes import cpu_cache, cpu_scheduler
 from pdserve.plan.memory import bounded_places
@@ -442,7 +442,11 @@ def sized(config: PlanProfileConfig, folder: Path) -> PlanProfileConfig:
     Nodes that chose them by themselves would choose others than the profile says.
     """
     decoder = read_decoder_config(folder)
-    model = model_size(folder, decoder, config.model, config.cpu.kernels, config.cache.kv_cache_dtype)
+    draft, other = 0, Path(config.scheduler.used_draft_model)
+    if config.scheduler.used_draft_model:
+        own = read_decoder_config(other)
+        draft = draft_model_size(other, own, config.model, config.cpu.kernels, config.cache.block_size).total
+    model = model_size(folder, decoder, config.model, config.cpu.kernels, config.cache.kv_cache_dtype, draft)
     memory = config.cache.node_memory_mib * MIB or available_memory() // _AT_ONCE
     cache = cpu_cache(model, config.cache, config.model.max_model_len, memory, ranks=1)
     cores = len(_cores(config)) // config.profile.nodes

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pdserve.bench.report import Better, Figure, Row, Unit
+from pdserve.models.checkpoint.weight_form import DraftModelSize
 from pdserve.plan.cluster import ClusterShape
 from pdserve.plan.memory import CacheNeed, GroupNeed
 from pdserve.plan.sizing import Prediction
@@ -53,6 +54,7 @@ def figures_of(prediction: Prediction) -> tuple[Figure, ...]:
 GROUP, KEEPS = "group", "keeps"
 KV_CACHE = "KV cache"
 ALL_GROUPS = "all"
+DRAFT_MODEL, NAME = "draft model", "model"
 _KIB, _MIB = 2**10, 2**20
 
 
@@ -71,6 +73,19 @@ def memory_rows(need: CacheNeed, requests: int) -> tuple[Row, ...]:
         Figure("a prompt moves", sum(group.moved_bytes for group in need.groups) / _MIB, Unit.MIB),
     )
     return (*rows, Row(KV_CACHE, {GROUP: ALL_GROUPS, KEEPS: ""}, total))
+
+
+def draft_model_row(name: str, size: DraftModelSize) -> Row:
+    """Returns a row of what a draft model takes beside the cache."""
+    return Row(
+        DRAFT_MODEL,
+        {NAME: name},
+        (
+            Figure("weights", size.weights / _MIB, Unit.MIB),
+            Figure("its KV cache", size.cache / _MIB, Unit.MIB),
+            Figure("together", size.total / _MIB, Unit.MIB),
+        ),
+    )
 
 
 def _figures(group: GroupNeed, blocks: int, requests: int) -> tuple[Figure, ...]:

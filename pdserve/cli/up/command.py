@@ -121,7 +121,8 @@ def _fitted(config: UpConfig, node: NodeConfig, model: Path) -> UpConfig:
         check_positions(model, config.model)
     else:
         ranks = config.parallel.tensor_parallel_size
-        check_model(model, config.model, cache, node.cpu.kernels, ranks, left, cache.node_memory_mib * MIB or left)
+        part, draft_model = cache.node_memory_mib * MIB or left, config.scheduler.used_draft_model
+        check_model(model, config.model, cache, node.cpu.kernels, ranks, left, part, draft_model)
     return replace(config, cache=cache)
 
 

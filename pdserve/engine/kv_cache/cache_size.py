@@ -22,10 +22,15 @@ from pdserve.errors import ConfigError
 from pdserve.machine.memory import MIB, available_memory
 from pdserve.models.checkpoint.config_reading import read_decoder_config
 from pdserve.models.checkpoint.decoder_config import DecoderConfig, FallbackConfig, FamilyConfig
-from pdserve.models.checkpoint.weight_form import gpu_weight_bytes, model_size_of, weight_bytes
+from pdserve.models.checkpoint.weight_form import (
+    draft_model_size,
+    gpu_weight_bytes,
+    model_size_of,
+    weight_bytes,
+)
 from pdserve.models.latent_plan import choosing_bytes, expanded_bytes
 from pdserve.models.layer_groups import GroupSize, Load, group_blocks
-from pdserve.models.rank_cache import TORCH_DTYPES, rank_sizes
+from pdserve.models.rank_cache import TORCH_DTYPES
 from pdserve.models.recipe import (
     AttentionRecipe,
     FeedForwardRecipe,
@@ -55,8 +60,6 @@ LIBRARY_BYTES = 2**30
 """What libraries, compiled kernels, nodes of recorded steps and the numbers of a packed weight take that are written
 down for a product, and what torch's allocator cannot use."""
 
-DRAFT_CACHE_TOKENS = 2**14
-"""The cache of a draft model holds so many tokens, of all requests together."""
 SCORING_BYTES_PER_LOGIT = 32
 """What is computed of logits of a prompt's tokens takes at most this."""
 
@@ -113,11 +116,6 @@ def step_bytes(decoder: DecoderConfig, dtype: torch.dtype, ranks: int, tokens: i
     return tokens * _token_bytes(decoder, dtype, ranks) + logits + rows * decoder.vocab_size * _FP32_BYTES
 
 
-def draft_blocks(block_size: int) -> int:
-    """Returns how many blocks of that many tokens the cache of a draft model has."""
-    return -(-DRAFT_CACHE_TOKENS // block_size)
-
-
 def draft_model_bytes(config: EngineConfig, device: torch.device) -> int:
     """Returns the bytes of rank 0's draft model: weights, cache, and on a GPU what a step of it takes. 0 without one.
 
@@ -125,14 +123,14 @@ def draft_model_bytes(config: EngineConfig, device: torch.device) -> int:
     """
     if not config.scheduler.used_draft_model:
         return 0
-    path, block_size = Path(config.scheduler.used_draft_model), config.cache.block_size
+    path = Path(config.scheduler.used_draft_model)
     decoder = read_decoder_config(path)
-    cache = draft_blocks(block_size) * rank_sizes(decoder, config.model.dtype, block_size)[0].block_bytes
+    held = draft_model_size(path, decoder, config.model, config.cpu.kernels, config.cache.block_size)
     if device.type != "cuda":
-        return cache + weight_bytes(path, config.model, config.cpu.kernels)
+        return held.total
     rows = config.scheduler.max_num_seqs or MOST_PLACES
     step = step_bytes(decoder, TORCH_DTYPES[config.model.dtype], 1, MOST_READ + rows, rows)
-    return cache + gpu_weight_bytes(path, config.model) + step
+    return held.cache + gpu_weight_bytes(path, config.model) + step
 
 
 def draft_bytes(decoder: DecoderConfig, dtype: torch.dtype, tokens: int) -> int:
@@ -304,10 +302,11 @@ def with_sizes(
     if device.type == "cuda":
         return _for_gpu(config, decoder, groups, ranks, device)
     model = model_size_of(
-        weight_bytes(Path(config.model_dir), config.model, config.cpu.kernels) + draft_model_bytes(config, device),
+        weight_bytes(Path(config.model_dir), config.model, config.cpu.kernels),
         [replace(group, block_bytes=group.block_bytes * ranks) for group in groups],
         config.cache.block_size,
         decoder.max_positions,
+        draft_model_bytes(config, device),
     )
     memory = config.cache.node_memory_mib * MIB or available_memory()
     cache = cpu_cache(model, config.cache, config.model.max_model_len, memory, ranks)

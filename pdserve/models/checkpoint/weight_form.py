@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from pdserve.config import CpuKernels, Dtype, KvCacheDtype, ModelConfig, Weights
@@ -15,7 +16,7 @@ from pdserve.models.checkpoint.safetensors.header import read_header
 from pdserve.models.checkpoint.safetensors.quantisation import ANY_FAMILY, FORMS, Quantisation, read_quantisation
 from pdserve.models.checkpoint.safetensors.quantised_tensors import FoundTensors, QuantisedTensor, quantised_tensors
 from pdserve.models.layer_groups import FP8_BYTES, GroupSize, group_sizes
-from pdserve.models.sizes import ModelSize
+from pdserve.models.sizes import ModelSize, draft_blocks
 from pdserve.wire.cache_groups import Keep
 
 ITEM_BYTES = {Dtype.BF16: 2, Dtype.FP32: 4}
@@ -66,15 +67,44 @@ def weights_words(path: Path, model: ModelConfig, *, on_gpu: bool = False) -> st
 
 
 def model_size(
-    path: Path, decoder: DecoderConfig, model: ModelConfig, kernels: CpuKernels, kv_dtype: KvCacheDtype
+    path: Path, decoder: DecoderConfig, model: ModelConfig, kernels: CpuKernels, kv_dtype: KvCacheDtype, draft: int = 0
 ) -> ModelSize:
-    """Returns what the model takes on a CPU. Raises ModelError if its files cannot be read."""
+    """Returns what the model takes on a CPU, with a draft model of ``draft`` bytes beside it.
+
+    Raises ModelError if its files cannot be read.
+    """
     groups = group_sizes(decoder, cache_item_bytes(model.dtype, kv_dtype), block_size=1)
-    return model_size_of(weight_bytes(path, model, kernels), groups, 1, decoder.max_positions)
+    return model_size_of(weight_bytes(path, model, kernels), groups, 1, decoder.max_positions, draft)
 
 
-def model_size_of(weights: int, groups: Sequence[GroupSize], block_size: int, positions: int) -> ModelSize:
-    """Returns what a model takes whose cache has ``groups``, all ranks together."""
+@dataclass(frozen=True, slots=True)
+class DraftModelSize:
+    """The bytes that a draft model takes on a CPU, beside the model that it drafts for."""
+
+    weights: int
+    cache: int
+    """Those of its KV cache, whose size no setting changes."""
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.cache
+
+
+def draft_model_size(
+    path: Path, decoder: DecoderConfig, model: ModelConfig, kernels: CpuKernels, block_size: int
+) -> DraftModelSize:
+    """Returns what the draft model at ``path`` takes, with the settings of the model that it drafts for.
+
+    Raises ModelError if its files cannot be read.
+    """
+    whole, *_ = group_sizes(decoder, ITEM_BYTES[model.dtype], block_size)
+    return DraftModelSize(weight_bytes(path, model, kernels), draft_blocks(block_size) * whole.block_bytes)
+
+
+def model_size_of(
+    weights: int, groups: Sequence[GroupSize], block_size: int, positions: int, draft: int = 0
+) -> ModelSize:
+    """Returns what a model takes whose cache has ``groups``, all ranks together, beside ``draft`` bytes."""
     windows = [group for group in groups if group.keep is Keep.WINDOW]
     return ModelSize(
         weights=weights,
@@ -83,6 +113,7 @@ def model_size_of(weights: int, groups: Sequence[GroupSize], block_size: int, po
         window_token=sum(group.block_bytes for group in windows) // block_size,
         window=max((group.window for group in windows), default=0),
         state=sum(group.block_bytes for group in groups if group.keep is Keep.LATEST),
+        draft=draft,
     )
 
 

@@ -8,11 +8,25 @@ from pathlib import Path
 import pytest
 import torch
 
-from pdserve.config import CacheConfig, ModelConfig
-from pdserve.engine.kv_cache.cache_size import cache_bytes, context_length, gpu_cache_bytes
+from pdserve.config import (
+    CacheConfig,
+    CpuConfig,
+    CpuKernels,
+    Dtype,
+    EngineConfig,
+    LogConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    TransferConfig,
+)
+from pdserve.engine.kv_cache.cache_size import cache_bytes, context_length, gpu_cache_bytes, with_sizes
 from pdserve.errors import ConfigError
 from pdserve.machine.memory import MIB
-from pdserve.models.checkpoint.weight_form import parameters
+from pdserve.models.checkpoint.config_reading import read_decoder_config
+from pdserve.models.checkpoint.weight_form import draft_model_size, parameters
+from pdserve.models.rank_cache import rank_sizes
+from pdserve.wire.discovery import Role
 
 GIB = 2**30
 CPU = torch.device("cpu")
@@ -45,6 +59,33 @@ def test_the_numbers_of_a_model_are_counted(tiny_model: Path) -> None:
 
     model = AutoModelForCausalLM.from_pretrained(tiny_model)
     assert parameters(tiny_model) == sum(tensor.numel() for tensor in dict(model.named_parameters()).values())
+
+
+def test_a_draft_model_leaves_less_of_a_cpus_memory_for_the_cache(tiny_model: Path) -> None:
+    """As much less as the check before the start counts."""
+    decoder, size = read_decoder_config(tiny_model), CacheConfig().block_size
+    groups = rank_sizes(decoder, Dtype.BF16, size)
+
+    def mib(draft_model: str) -> int:
+        config = EngineConfig(
+            role=Role.MIXED,
+            boot_id=bytes(16),
+            secret=b"",
+            model_dir=str(tiny_model),
+            cache_dir="",
+            model=ModelConfig(),
+            cache=CacheConfig(node_memory_mib=1536),
+            scheduler=SchedulerConfig(draft_model=draft_model),
+            transfer=TransferConfig(),
+            cpu=CpuConfig(),
+            log=LogConfig(),
+            parallel=ParallelConfig(),
+            has_peers=False,
+        )
+        return with_sizes(config, decoder, groups, 1, CPU).cache.kv_cache_mib
+
+    held = draft_model_size(tiny_model, decoder, ModelConfig(), CpuKernels.AUTO, size)
+    assert mib("") - mib(str(tiny_model)) == pytest.approx(held.total / 2 / MIB, abs=1)
 
 
 def test_a_cache_that_is_too_small_for_the_models_context_says_what_it_would_take(
