@@ -253,8 +253,8 @@ class TargetsConfig:
     )
     target_itl_ms: float = itl_target(
         "A step in which answers are decoded should take at most this many milliseconds; prompts beside them are cut "
-        "to fit. 0: a decode node takes twice a step without prompts, other nodes have no target, --roles auto takes "
-        "100."
+        "to fit. 0: a decode node takes twice a step without prompts, a mixed node seven times, a prefill node has no "
+        "target, --roles auto takes 100."
     )
 
 

@@ -19,13 +19,13 @@ def make_placement(
     max_num_batched_tokens: int = 256,
     target_ttft_ms: float = 0.0,
     target_itl_ms: float = 0.0,
-    role: Role = Role.MIXED,
+    role: Role = Role.PREFILL,
     kind: type[Placement] = Placement,
     batching: Batching = Batching.CONTINUOUS,
 ) -> Placement:
     """Returns a placement that, by default, sends a prompt that lacks more than one block to a prefill node.
 
-    By default steps have no ITL target.
+    By default steps have no ITL target, as on a prefill node.
     """
     step_cost = step_cost or StepCost()
     return kind(

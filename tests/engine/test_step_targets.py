@@ -120,10 +120,10 @@ def served(
 @pytest.fixture(scope="module")
 def unbounded(folder: Path) -> tuple[list[list[int]], list[Step]]:
     with pytest.MonkeyPatch.context() as monkeypatch:
-        return served(folder, monkeypatch, 0.0, Role.MIXED)
+        return served(folder, monkeypatch, 0.0, Role.PREFILL)
 
 
-def test_a_mixed_node_without_a_target_takes_prompts_in_chunks_of_full_length(
+def test_a_prefill_node_without_a_target_takes_prompts_in_chunks_of_full_length(
     unbounded: tuple[list[list[int]], list[Step]],
 ) -> None:
     _, shared = unbounded

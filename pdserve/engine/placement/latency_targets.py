@@ -16,6 +16,8 @@ from pdserve.wire.terms import RequestTargets
 
 ITL_FACTOR = 2.0
 """A decode node's step may take so many times what it takes without prompts, if the operator has set no target."""
+MIXED_ITL_FACTOR = 7.0
+"""The same for a mixed node. Its own prompts have no other place, and larger chunks of them cost less."""
 TTFT_FACTOR = 2.0
 """A first token may take so many times what its prompt takes alone on this node, if the operator has set no target."""
 TTFT_AIM = 0.5
@@ -75,9 +77,9 @@ class TtftAim:
 class LatencyTargets:
     """The targets in force: TTFT for a prompt, ITL for a step of a decoding batch. The class has no clock.
 
-    Without the operator's target, only a decode node bounds its steps: what it does not compute, a prefill node may. A
-    mixed node's own prompts have no other place, and larger chunks of them cost less. A static batch computes its
-    prompts before it decodes, so no stream waits for them.
+    Without the operator's target, a decode node's steps are short: what it does not compute, a prefill node may. Those
+    of a mixed node are longer, and those of a prefill node have no bound. A static batch computes its prompts before it
+    decodes, so no stream waits for them.
     """
 
     def __init__(
@@ -101,7 +103,7 @@ class LatencyTargets:
             return None
         bounds = [] if own.all_have else [self._node_itl_s(rows, context_tokens)]
         if own.tightest_s is not None:
-            least_s = self._doubled_s(rows, context_tokens) or 0.0
+            least_s = self._times_decoding_s(ITL_FACTOR, rows, context_tokens) or 0.0
             bounds.append(max(own.tightest_s, least_s))
         return min((bound for bound in bounds if bound is not None), default=None)
 
@@ -113,17 +115,20 @@ class LatencyTargets:
         """
         if self._static or self._step_cost.decoding_known:
             return False
-        return own.tightest_s is not None or (self.role is Role.DECODE and not self._itl_s)
+        return own.tightest_s is not None or (self._factor is not None and not self._itl_s)
+
+    @property
+    def _factor(self) -> float | None:
+        return {Role.DECODE: ITL_FACTOR, Role.MIXED: MIXED_ITL_FACTOR}.get(self.role)
 
     def _node_itl_s(self, rows: int, context_tokens: int) -> float | None:
-        if self._itl_s:
-            return self._itl_s
-        return self._doubled_s(rows, context_tokens) if self.role is Role.DECODE else None
+        return self._itl_s or self._times_decoding_s(self._factor, rows, context_tokens)
 
-    def _doubled_s(self, rows: int, context_tokens: int) -> float | None:
-        if not self._step_cost.decoding_known:
+    def _times_decoding_s(self, factor: float | None, rows: int, context_tokens: int) -> float | None:
+        """Returns ``factor`` times what such a step takes without prompts; None if either is not known."""
+        if factor is None or not self._step_cost.decoding_known:
             return None
-        return ITL_FACTOR * self._step_cost.estimate_s(rows, context_tokens, 0)
+        return factor * self._step_cost.estimate_s(rows, context_tokens, 0)
 
     def aim_s(self, rows: int, context_tokens: int, own: OwnItl = NONE_OWN) -> float | None:
         """Returns how long such a step is planned to take; None if there is no bound.

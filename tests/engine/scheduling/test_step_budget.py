@@ -103,13 +103,63 @@ def test_a_decode_node_aims_at_twice_what_its_step_takes_without_prompts() -> No
     assert all(11 <= tokens <= 12 for tokens in chunks(bounded.step()))
 
 
-@pytest.mark.parametrize("role", [Role.MIXED, Role.PREFILL])
-def test_other_nodes_have_the_operators_target_or_none(role: Role) -> None:
-    for target_itl_ms, longest in ((0.0, 32), (14.0, 12)):
+@pytest.mark.parametrize(("role", "longest"), [(Role.MIXED, 12), (Role.PREFILL, 32)])
+def test_other_nodes_have_the_operators_target_or_a_looser_one_or_none(role: Role, longest: int) -> None:
+    for target_itl_ms, expected in ((0.0, longest), (11.0, 9)):
         bounded = engine(target_itl_ms, role)
         stream(bounded, 0)
         bounded.add(1, PROMPT)
-        assert longest - 1 <= max(chunks(bounded.step())) <= longest
+        # A stream takes 2 ms: of 14 on a mixed node.
+        assert expected - 1 <= max(chunks(bounded.step())) <= expected
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_mixed_nodes_long_gaps_are_at_most_eight_times_its_median(overlap: bool) -> None:
+    """Steps may take many prompts whole, as is usual on a GPU, and are launched ahead or in turn."""
+    mixed = TimedEngine(overlap=overlap)
+    mixed.serve(clients=8, requests=48)
+    assert mixed.longest_chunks == 8 * 500, "the first prompts are computed together, because nobody decodes"
+    gaps = sorted(mixed.gaps[len(mixed.gaps) // 4 :])
+    median, p99 = gaps[len(gaps) // 2], gaps[len(gaps) * 99 // 100]
+    assert 4 * median <= p99 <= 8 * median
+
+
+class TimedEngine(FakeEngine):
+    """A mixed node that learns what its steps take, as ``StepLoop`` has it do, on a machine where a long prompt takes
+    as long as nine decode steps."""
+
+    def __init__(self, *, overlap: bool) -> None:
+        self.cost = StepCost()
+        super().__init__(
+            placement=make_placement(4, step_cost=self.cost, role=Role.MIXED),
+            overlap=overlap,
+            num_blocks=1200,
+            max_num_batched_tokens=8192,
+            max_len=550,
+            prefix_cache=False,
+        )
+        self.gaps: list[float] = []
+        """How long each token came after the one before it."""
+        self.longest_chunks = 0
+
+    def serve(self, clients: int, requests: int) -> None:
+        """Answers so many requests, each of which comes when one before it has ended."""
+        for local_id in range(requests):
+            while local_id - len(self.endings) >= clients:
+                self.step()
+            prompt = [3 + local_id % 30] * 500
+            answer_tokens = 20 + local_id % 7
+            self.add(local_id, prompt, answer_tokens, [talkative(prompt, answer_tokens)])
+        self.run()
+
+    def _postprocess(self, step: FakeLaunchedStep) -> None:
+        plan = step.plan
+        rows, tokens = plan.num_decoding, plan.num_prompt_tokens
+        seconds = 0.004 * (rows > 0) + 0.0002 * rows + 0.0001 * tokens
+        self.cost.observe(rows, plan.context_tokens, tokens, seconds, prompt_context=plan.prompt_context)
+        self.gaps += [seconds] * rows
+        self.longest_chunks = max(self.longest_chunks, tokens)
+        super()._postprocess(step)
 
 
 def test_a_decode_node_measures_a_step_without_prompts_before_it_computes_prompts_beside_streams() -> None:
@@ -121,11 +171,11 @@ def test_a_decode_node_measures_a_step_without_prompts_before_it_computes_prompt
     assert chunks(bounded.step()) == []
     cost.observe(1, 5, 0, ROW_S)
     assert chunks(bounded.step()) == [LEAST_PROMPT_TOKENS]
-    for itl_ms, first in ((None, [32]), (1.0, [])):
-        mixed = engine(cost=StepCost(), role=Role.MIXED)
-        stream(mixed, 0, itl_ms=itl_ms)
-        mixed.add(1, PROMPT)
-        assert chunks(mixed.step()) == first, "a request's own target is no less than twice such a step"
+    for role, itl_ms, first in ((Role.MIXED, None, []), (Role.PREFILL, None, [32]), (Role.PREFILL, 1.0, [])):
+        other = engine(cost=StepCost(), role=role)
+        stream(other, 0, itl_ms=itl_ms)
+        other.add(1, PROMPT)
+        assert chunks(other.step()) == first, "a request's own target is no less than twice such a step"
 
 
 def test_a_static_batch_has_no_bound() -> None:
