@@ -32,7 +32,7 @@ from pdserve_kvtransfer.fetch.port import FetchPort
 from pdserve_kvtransfer.push.port import PushPort
 from pdserve_kvtransfer.ranks import MakePort, Port
 from pdserve_kvtransfer.region import KvRegion
-from pdserve_kvtransfer.transport import BusyPoll, Transport
+from pdserve_kvtransfer.transport import BusyPoll, StepUnderWay, Transport
 
 log = logging.getLogger(__name__)
 
@@ -56,18 +56,20 @@ class RankThread:
         transport: Callable[[], Transport],
         died: Callable[[str], None],
         life: LifeSign | None = None,
+        step: StepUnderWay | None = None,
     ) -> None:
         """The thread binds ``address`` (``ipc://`` in a private folder), and rank 0 connects to it.
 
         ``heads`` are those of each group of ``region``. ``transport`` makes the transport inside the thread.
         The thread calls ``died`` with the reason if it ends for any other reason than ``LeaveRank`` and ``close``.
-        ``life`` is where the thread shows life.
+        ``life`` is where the thread shows life. ``step`` says when it has to leave the core to a step.
         """
         self._address = address
         self._rank, self._ranks, self._heads = rank, ranks, heads
         self._region = region
         self._died = died
         self._life = unseen_sign() if life is None else life
+        self._step = step
         self._make_transport = transport
         self._ports: dict[int, Port] = {}
         self._unsent: deque[bytes] = deque()
@@ -125,7 +127,7 @@ class RankThread:
         self._died(f"{type(exc).__name__}: {exc}")
 
     def _loop(self, channel: zmq.Socket[bytes], transport: Transport) -> None:
-        busy_poll = BusyPoll()
+        busy_poll = BusyPoll(self._step)
         while not self._closing.is_set():
             self._life.show()
             more = False

@@ -38,7 +38,9 @@ log = logging.getLogger(__name__)
 
 _RANK_CHECK_POLL_S = 0.1
 _POLLS_A_TURN = 32
-"""The most polls of one link in a turn, because other links and the control channel wait meanwhile."""
+_TURN_S = 1e-3
+"""A link is polled so often at most in a turn, and not again after so long: other links, the control channel and a
+decode step wait meanwhile. One poll copies a few MiB."""
 
 
 class Port(Protocol):
@@ -87,11 +89,13 @@ class RankLink:
         return not self.broken and self.attempt(lambda: self._polled(poll))
 
     def _polled(self, poll: Callable[[], bool]) -> bool:
-        news = False
+        news, ends = False, time.monotonic() + _TURN_S
         for _ in range(_POLLS_A_TURN):
             if not poll():
                 break
             news = True
+            if time.monotonic() >= ends:
+                break
         if self.transport_link.broken():
             raise PeerLost("the connection that carries KV blocks broke")
         return news

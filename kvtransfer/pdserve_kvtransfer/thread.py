@@ -66,7 +66,7 @@ from pdserve_kvtransfer.sides import (
     earliest,
     wanted_groups,
 )
-from pdserve_kvtransfer.transport import BusyPoll, Transport
+from pdserve_kvtransfer.transport import BusyPoll, StepUnderWay, Transport
 
 log = logging.getLogger(__name__)
 
@@ -140,7 +140,7 @@ class TransferThread:
     ``transport`` makes the transport inside the thread.
     ``ranks`` has the addresses of the ``RankThread``s of this node's other ranks, in rank order.
     With ``reports_sent`` the engine gets ``BlocksSent``.
-    ``life`` is where the thread shows life.
+    ``life`` is where the thread shows life. ``step`` says when it has to leave the core to a step.
     Engines that fetch from this one are told its ``max_prompt_tokens``, or nothing if it is 0.
     The constructor raises ValueError if ``region`` and ``spec`` contradict each other.
     """
@@ -159,6 +159,7 @@ class TransferThread:
         max_prompt_tokens: int = 0,
         reports_sent: bool = False,
         life: LifeSign | None = None,
+        step: StepUnderWay | None = None,
     ) -> None:
         if region.num_groups != len(spec.group_heads):
             raise ValueError(f"the region has {region.num_groups} groups of blocks, and not {len(spec.group_heads)}")
@@ -174,6 +175,7 @@ class TransferThread:
         self._max_prompt_tokens = max_prompt_tokens
         self._reports_sent = reports_sent
         self._life = unseen_sign() if life is None else life
+        self._step = step
         self._wake = wake
         self._make_transport = transport
         self._event_queue = EventQueue()
@@ -379,7 +381,7 @@ class TransferThread:
 
     def _loop(self, sides: Side) -> None:
         expected = math.inf
-        busy_poll = BusyPoll()
+        busy_poll = BusyPoll(self._step)
         while not self._closing:
             now = time.monotonic()
             self._life.show()

@@ -122,15 +122,42 @@ class Transport(Protocol):
 _PAUSE_S = 50e-6
 _BUSY_WINDOW_S = 2e-3
 
+_YIELDS = 5.0
+"""Beside a decode step a thread pauses for so many times the CPU time that it has used: it takes a sixth of a core."""
+_LEAST_USED_S = 200e-6
+"""So much CPU time is used between two pauses, of which each takes some itself."""
+_MOST_PAUSE_S = 20e-3
 
-class BusyPoll:
-    """Decides for a loop whether it polls again or waits to be woken. It remembers when data last moved."""
+
+class StepUnderWay:
+    """Says whether requests decode in the step that this process computes, on the cores of the transfer thread.
+
+    Another thread may set it at any time.
+    """
 
     def __init__(self) -> None:
+        self.decodes = False
+
+
+class BusyPoll:
+    """Decides for a loop whether it polls again or waits to be woken. It remembers when data last moved.
+
+    While a step decodes, the thread pauses, so that blocks that come in leave most of the core to the step. A lower
+    priority would do the same, but would let also the first message wait for the end of the step's turn on the core.
+    """
+
+    def __init__(self, step: StepUnderWay | None = None) -> None:
         self._moved_at = -math.inf
+        self._step = StepUnderWay() if step is None else step
+        self._used_s: float | None = None
+        """The thread's CPU time after its last pause, or when it first saw the present step."""
 
     def again(self, moved: bool, moving: bool, now: float) -> bool:
         """Returns whether to poll again without waiting to be woken. It may have slept for a moment."""
+        if self._step.decodes:
+            self._yield()
+        else:
+            self._used_s = None
         if moved:
             self._moved_at = now
             return True
@@ -138,3 +165,11 @@ class BusyPoll:
             time.sleep(_PAUSE_S)
             return True
         return False
+
+    def _yield(self) -> None:
+        used_s = time.thread_time()
+        if self._used_s is None:
+            self._used_s = used_s
+        elif used_s - self._used_s >= _LEAST_USED_S:
+            time.sleep(min(_MOST_PAUSE_S, _YIELDS * (used_s - self._used_s)))
+            self._used_s = used_s

@@ -12,6 +12,7 @@ from pdserve.engine.kv_connector.kv_return import ReturnFetcher, ReturnOffers
 from pdserve.engine.kv_connector.prompt_fetcher import PromptFetcher
 from pdserve.engine.kv_connector.prompt_pusher import PromptPusher
 from pdserve.engine.kv_connector.transfers import BlockOrder
+from pdserve_kvtransfer.transport import StepUnderWay
 
 LEASE_S = 3.0
 
@@ -24,11 +25,12 @@ def whole_connector(
     boot: bytes,
     finish_writes: Callable[[], None] = lambda: None,
     order: BlockOrder | None = None,
+    step: StepUnderWay | None = None,
 ) -> TransferConnector:
     reusing = CachedFetcher(blocks, transfers, LEASE_S, boot, block_bytes=1e6, finish_writes=finish_writes, order=order)
     holding = CachedPusher(blocks, transfers, finish_writes, order)
     if not blocks.caching:
-        return TransferConnector(transfers, fetching, pushing, reusing, holding)
+        return TransferConnector(transfers, fetching, pushing, reusing, holding, step=step)
     offers = ReturnOffers(transfers, blocks.block_size)
     returning = ReturnFetcher(blocks, transfers, boot, finish_writes, order)
-    return TransferConnector(transfers, fetching, pushing, reusing, holding, offers, returning)
+    return TransferConnector(transfers, fetching, pushing, reusing, holding, offers, returning, step)

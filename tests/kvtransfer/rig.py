@@ -24,7 +24,7 @@ from pdserve_kvtransfer.configuration import chosen_poster, configured_ucx, side
 from pdserve_kvtransfer.events import FetchOrder, TransferEvent
 from pdserve_kvtransfer.region import KvRegion, Memory, SharedMemory
 from pdserve_kvtransfer.thread import TransferThread
-from pdserve_kvtransfer.transport import Transport
+from pdserve_kvtransfer.transport import StepUnderWay, Transport
 from pdserve_kvtransfer.ucx.ucx_transport import MakePoster
 
 SECRET = b"the secret of a test cluster"
@@ -68,6 +68,7 @@ class Engine:
     transport: Callable[[], Transport] | None = None
     ranks: tuple[str, ...] = ()
     max_prompt_tokens: int = 0
+    step: StepUnderWay | None = None
     groups: Sequence[GroupBlocks] = ()
     """The blocks of each cache group, in place of ``num_blocks`` of ``block_bytes``."""
     shares: ClassVar[bool] = True
@@ -92,6 +93,7 @@ class Engine:
             wake=self._woken.set,
             ranks=self.ranks,
             max_prompt_tokens=self.max_prompt_tokens,
+            step=self.step,
         )
         self.address = self.thread.start()
 

@@ -18,9 +18,12 @@ from pdserve.errors import TransferError
 from pdserve.liveness import LifeBoard, LifeWatch, loop_names, motion_of, transfer_loop
 from pdserve.process import SWITCH_INTERVAL_S
 from pdserve.wire.ids import TransferId, new_id
+from pdserve.wire.sampling_params import SampledToken
+from pdserve_kvtransfer import transport
 from pdserve_kvtransfer.configuration import configured_ucx, side_settings
-from pdserve_kvtransfer.events import PushWanted, TransferThreadDied
+from pdserve_kvtransfer.events import FetchLanded, FirstTokenArrived, PushWanted, TransferThreadDied
 from pdserve_kvtransfer.thread import TransferThread
+from pdserve_kvtransfer.transport import BusyPoll, StepUnderWay
 from tests.eventually import eventually
 from tests.kvtransfer.inproc import Fabric, InprocLink, InprocTransport
 from tests.kvtransfer.rig import CONFIG, SECRET, SPEC, Engine, Pair, engine, pair
@@ -216,3 +219,48 @@ def test_wake_is_called_after_events_were_queued() -> None:
             eventually(lambda: seen == [1])
         finally:
             thread.close(5.0)
+
+
+class ThreadTime:
+    """Stands in for ``time``: a thread that uses its core until it sleeps."""
+
+    def __init__(self) -> None:
+        self.used = 5.0
+        self.slept = 0.0
+
+    def thread_time(self) -> float:
+        return self.used
+
+    def sleep(self, seconds: float) -> None:
+        self.slept += seconds
+
+
+@pytest.mark.parametrize("turn_s", [20e-6, 1e-3, 3e-3])
+def test_a_thread_that_moves_blocks_leaves_most_of_its_core_to_a_step_that_decodes(
+    turn_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    time = ThreadTime()
+    monkeypatch.setattr(transport, "time", time)
+    step = StepUnderWay()
+    poll = BusyPoll(step)
+    for decodes in (False, True, False):
+        step.decodes, time.slept = decodes, 0.0
+        began = time.used
+        for _ in range(200):
+            time.used += turn_s
+            assert poll.again(True, True, 0.0)
+        used = time.used - began
+        assert (4 * used < time.slept <= 5 * used) if decodes else not time.slept
+
+
+def test_blocks_land_while_a_step_decodes() -> None:
+    step = StepUnderWay()
+    step.decodes = True
+    with engine() as prefill, engine(step=step) as decode:
+        rig = Pair(prefill, decode)
+        rig.fetch((0, 1, 2))
+        wanted = rig.prefill.next(PushWanted)
+        rig.prefill.thread.push(wanted.transfer_id, 0, (0, 1, 2))
+        rig.prefill.thread.first_token(wanted.transfer_id, (SampledToken(7),), 0)
+        rig.decode.next(FirstTokenArrived)
+        rig.decode.next(FetchLanded)

@@ -47,6 +47,7 @@ from pdserve_kvtransfer.events import (
 )
 from pdserve_kvtransfer.region import SharedMemory
 from pdserve_kvtransfer.thread import TransferThread
+from pdserve_kvtransfer.transport import StepUnderWay
 
 
 class TransferSetup(msgspec.Struct, frozen=True):
@@ -170,6 +171,7 @@ class BenchEngine:
         groups, nbytes = shape.place()
         shared = SharedMemory(nbytes) if shares else None
         self.cache = shape.allocate(device, shared)
+        self.step = StepUnderWay()
         self.thread = TransferThread(
             boot_id=boot_id,
             secret=setup.secret,
@@ -180,6 +182,7 @@ class BenchEngine:
                 setup.config, Path(setup.cache_dir), self.cache.device, loopback=bound_to_loopback(setup.config)
             ),
             wake=wake,
+            step=self.step,
         )
         self.control = self.thread.start()
 
@@ -214,6 +217,14 @@ class FetchingEngine:
         self._engine = BenchEngine(new_id(), shape, setup, self._woken.set)
         self.cpu_s = self._engine.cpu_s
         self.close = self._engine.close
+
+    def decode(self, step: Callable[[], object]) -> None:
+        """Computes a decode step, to which the transfer thread leaves most of the core."""
+        self._engine.step.decodes = True
+        try:
+            step()
+        finally:
+            self._engine.step.decodes = False
 
     @property
     def open(self) -> int:

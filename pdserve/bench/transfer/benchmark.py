@@ -88,7 +88,7 @@ def while_receiving(
         for _ in range(_RECEIVE_ROUNDS):
             alone += _steps(step, each_s, lambda: None)
             before, started = engine.bytes_received, time.perf_counter()
-            receiving += _steps(step, each_s, lambda: _top_up(engine, blocks, ahead))
+            receiving += _steps(lambda: engine.decode(step), each_s, lambda: _top_up(engine, blocks, ahead))
             rates.append((engine.bytes_received - before) / (time.perf_counter() - started))
             engine.finish()
     finally:

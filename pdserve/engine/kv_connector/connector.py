@@ -37,6 +37,7 @@ from pdserve_kvtransfer.events import (
     TransferStats,
     TransferThreadDied,
 )
+from pdserve_kvtransfer.transport import StepUnderWay
 
 CLOSE_TIMEOUT_S = 5.0
 
@@ -119,10 +120,12 @@ class TransferConnector:
         holding: CachedPusher,
         offers: ReturnOffers | None = None,
         returning: ReturnFetcher | None = None,
+        step: StepUnderWay | None = None,
     ) -> None:
         """This object closes ``transfers``, whose events it gives to the parts.
 
         Without ``offers`` and ``returning``, no generated blocks are returned from here, and to here.
+        ``step`` is told when requests decode, if steps are computed on the cores of the transfer thread.
         """
         self._transfers = transfers
         self._fetching = fetching
@@ -131,6 +134,7 @@ class TransferConnector:
         self._holding = holding
         self._offers = offers
         self._returning = returning
+        self._step = step
         self._reported_running = 0
         """The number of running requests when this node last reported its load, and when that was."""
         self._reported_at = -math.inf
@@ -184,8 +188,12 @@ class TransferConnector:
         self._fetching.start(plan, now)
         self._reusing.start(plan, now)
         self._pushing.start(plan)
+        if self._step is not None:
+            self._step.decodes = 1 in (work.num_tokens for work in plan.work)
 
     def stepped(self, scheduler: Scheduler, plan: BatchPlan, now: float) -> None:
+        if self._step is not None:
+            self._step.decodes = False
         self._pushing.stepped(scheduler, plan)
         if self._offers is not None:
             self._offers.stepped(plan, now)

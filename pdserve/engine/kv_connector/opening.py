@@ -46,6 +46,7 @@ from pdserve_kvtransfer.configuration import bound_to_loopback, side_settings
 from pdserve_kvtransfer.rank_thread import RankThread
 from pdserve_kvtransfer.region import SharedMemory
 from pdserve_kvtransfer.thread import TransferThread
+from pdserve_kvtransfer.transport import StepUnderWay
 from pdserve_kvtransfer.ucx.ucx_library import loaded_ucx
 
 log = logging.getLogger(__name__)
@@ -95,6 +96,7 @@ def open_connector(
         groups=groups,
     )
     order = BlockOrder(blocks.block_size, spec.groups)
+    step = _step_on_its_cores(kv_cache)
     thread = TransferThread(
         boot_id=config.boot_id,
         secret=secrets,
@@ -107,6 +109,7 @@ def open_connector(
         max_prompt_tokens=prompts.max_prompt_tokens,
         reports_sent=memory.staging is not None,
         life=life.sign(transfer_loop(0)),
+        step=step,
     )
     control = thread.start()
     transfers: Transfers = thread
@@ -149,7 +152,12 @@ def open_connector(
     if returns:
         offers = ReturnOffers(fetches, blocks.block_size)
         returning = ReturnFetcher(blocks, fetches, config.boot_id, memory.finish_writes, order)
-    return TransferConnector(transfers, fetching, pushing, reusing, holding, offers, returning), control
+    return TransferConnector(transfers, fetching, pushing, reusing, holding, offers, returning, step), control
+
+
+def _step_on_its_cores(kv_cache: torch.Tensor) -> StepUnderWay | None:
+    """Returns where steps are announced that the transfer thread leaves the core to; None if a GPU computes them."""
+    return StepUnderWay() if kv_cache.device.type == "cpu" else None
 
 
 def returns_blocks(config: EngineConfig) -> bool:
@@ -206,7 +214,7 @@ def rank_transfer(
     """
     config = launch.config
     if not config.has_peers:
-        yield NoCopies()
+        yield NoCopies(None)
         return
     memory = open_memory(
         config.transfer,
@@ -218,6 +226,7 @@ def rank_transfer(
         rank=launch.rank,
         groups=groups,
     )
+    step = _step_on_its_cores(kv_cache)
     thread = RankThread(
         address=launch.transfer_address,
         rank=launch.rank,
@@ -227,11 +236,12 @@ def rank_transfer(
         transport=memory.transport,
         died=_end_process,
         life=life.sign(transfer_loop(launch.rank)),
+        step=step,
     )
     thread.start()
     try:
         if memory.staging is None:
-            yield NoCopies()
+            yield NoCopies(step)
             return
         copies = OrderedCopies(
             memory.cache, memory.staging, board, launch.rank, launch.wake_fd, life.sign(copy_loop(launch.rank))
@@ -262,6 +272,9 @@ class OrderedCopies:
             case UploadBlocks(staged, blocks):
                 self._copier.upload(0, staged, blocks)
 
+    def decodes(self, decodes: bool) -> None:
+        """Does nothing: the step's work is the GPU's."""
+
     def _report(self) -> None:
         if self._copier.failure is not None:
             _end_process(self._copier.failure)
@@ -275,6 +288,15 @@ class OrderedCopies:
 
 class NoCopies:
     """Takes the place of ``OrderedCopies`` if transfers reach the cache itself, or there are no transfers."""
+
+    def __init__(self, step: StepUnderWay | None) -> None:
+        """``step`` is what the rank's transfer thread looks at."""
+        self._step = step
+
+    def decodes(self, decodes: bool) -> None:
+        """Tells the rank's transfer thread whether requests decode in the step that begins, or that none goes on."""
+        if self._step is not None:
+            self._step.decodes = decodes
 
     def order(self, order: DownloadBlocks | UploadBlocks) -> None:
         raise EngineError(f"rank 0 sent {type(order).__name__} to a rank whose KV blocks are not copied")

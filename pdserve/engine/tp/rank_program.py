@@ -166,7 +166,9 @@ def carry_out(order: Order, runner: ModelRunner, copies: OrderedCopies | NoCopie
     match order:
         case Step():
             rows = received.rows(order)
+            copies.decodes(any(len(row.token_ids) == 1 for row in rows))
             runner.run(rows, score=_computed if any(row.scored for row in rows) else None)
+            copies.decodes(False)
         case Draft():
             runner.draft(received.drafts(order), order.count)
         case Clear(blocks):

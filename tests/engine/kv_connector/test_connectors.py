@@ -64,6 +64,7 @@ from pdserve_kvtransfer.events import (
     TransferStats,
     TransferThreadDied,
 )
+from pdserve_kvtransfer.transport import StepUnderWay
 from tests.engine.placements import make_placement
 from tests.engine.whole_connector import whole_connector
 from tests.eventually import eventually
@@ -200,7 +201,8 @@ class Bench:
         finish = self.thread.finish_writes
         fetching = PromptFetcher(self.blocks, thread, TIMEOUT_S, BOOT, self.placement, VOCAB, finish, order)
         pushing = PromptPusher(self.blocks, thread, too_long, 3, PushSchedule(overlap), self.placement, finish, order)
-        self.connector = whole_connector(thread, self.blocks, fetching, pushing, BOOT, finish, order)
+        self.under_way = StepUnderWay()
+        self.connector = whole_connector(thread, self.blocks, fetching, pushing, BOOT, finish, order, self.under_way)
         self.collector = OutputCollector()
         self.scheduler = Scheduler(
             self.blocks,
@@ -229,8 +231,10 @@ class Bench:
     def step(self) -> BatchPlan:
         plan = self.scheduler.schedule(1.0)
         self.connector.start(plan, 1.0)
+        assert self.under_way.decodes == any(work.num_tokens == 1 for work in plan.work)
         self.scheduler.postprocess(plan, [SampledToken(50) for _ in plan.sampled_requests], 1.0)
         self.connector.stepped(self.scheduler, plan, 1.0)
+        assert not self.under_way.decodes
         return plan
 
     def report(self, *events: TransferEvent) -> None:
