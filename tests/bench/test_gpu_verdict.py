@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.bench.report import Better, Figure, Report, Row, Unit, this_machine, to_json
+from pdserve.bench.report import Better, Figure, Report, Row, Unit, read_report, this_machine, to_json
 from tests.gpu import verdict
+from tests.gpu.compiled import NO_CHIP, compiled_row, launches_on, least_rows, programs_at_once
+from tests.kernels.test_triton_compiler import SHARED_MEMORY
 
 
 def report(attention: float, one: float, many: float, prefill: float, model: str = verdict.MODEL) -> Report:
@@ -55,18 +57,53 @@ def test_each_target_is_judged(
     engine, transfer = tmp_path / "engine.json", tmp_path / "transfer.json"
     engine.write_bytes(to_json(report(*values[:4])))
     transfer.write_bytes(to_json(transfer_report(values[4])))
-    monkeypatch.setattr("sys.argv", ["verdict", str(engine), str(transfer)])
+    log, out = tmp_path / "tests.log", tmp_path / "report.json"
+    log.write_text("...\n======= 12 passed, 1 skipped in 3.45s =======\n")
+    monkeypatch.setattr("sys.argv", ["verdict", str(engine), str(transfer), "--out", str(out), "--tests", str(log)])
     # Steps with packed weights and experts take 1.07 times as long here, which their targets allow.
     steps, prefill, experts = [met[2]] * 6, [met[3]] * 2, [met[2]] * 3
     met = [*met, *steps, *prefill, *experts, met[3]]
     assert verdict.main() == (0 if all(met) else 1)
     lines = capsys.readouterr().out.splitlines()
     assert [line.startswith("met") for line in lines] == met
+    written = read_report(out)
+    assert "tests: 12 passed, 1 skipped in 3.45s" in written.notes
+    assert [row.at["verdict"] == "met" for row in written.rows_of(verdict.VERDICT)] == met
+    assert len(written.rows) == len(met) + len(report(*values[:4]).rows) + len(transfer_report(values[4]).rows)
+    shown = verdict.part(written).splitlines()
+    assert [line.endswith("| met |") for line in shown[4:]] == met
 
 
 def test_what_was_not_measured_is_missed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    lines = verdict.judged(report(1.0, 1.0, 1.0, 1.0, model="135M-shaped"))
-    assert [met for _, met in lines] == [False] * len(verdict.TARGETS)
-    assert all("not measured" in line for line, _ in lines)
+    found = verdict.judged(report(1.0, 1.0, 1.0, 1.0, model="135M-shaped"))
+    assert [one.met for one in found] == [False] * len(verdict.TARGETS)
+    assert all("not measured" in str(one) for one in found)
     monkeypatch.setattr("sys.argv", ["verdict", str(tmp_path / "there is none")])
     assert verdict.main() == 1
+
+
+@pytest.mark.parametrize(
+    ("capability", "registers", "shared_kib", "warps", "programs"),
+    [(90, 32, 0, 4, 16), (90, 32, 0, 1, 32), (90, 179, 96, 8, 1), (90, 64, 56, 4, 4), (86, 16, 0, 4, 12)],
+    ids=["warps", "programs", "registers", "shared memory", "a smaller processor"],
+)
+def test_a_processor_runs_as_many_programs_as_its_scarcest_resource_allows(
+    capability: int, registers: int, shared_kib: float, warps: int, programs: int
+) -> None:
+    assert programs_at_once(capability, registers, shared_kib, warps) == programs
+
+
+@pytest.mark.nightly
+def test_without_a_gpu_a_report_says_what_the_compiler_says() -> None:
+    (launch,) = [one for one in launches_on(90) if one.kernel.__name__ == "_prefill_kernel"]
+    row = compiled_row(launch, "prefill_kernel", 90)
+    assert 0 < row.figure(verdict.REGISTERS).value <= 255
+    assert 0 < row.figure(verdict.SHARED).value <= SHARED_MEMORY[90]
+    assert row.figure("programs of a processor").value == 1
+    made = Report("gpu", this_machine(), {}, (NO_CHIP,), (row, *least_rows()))
+    shown = verdict.part(made)
+    assert "no GPU" in shown and NO_CHIP in shown and "| `prefill_kernel` |" in shown
+    # A chip with more of everything takes less time.
+    bounds = {(row.at["chip"], row.at["step"]): row.figures[0].value for row in least_rows()}
+    for step in {step for _, step in bounds}:
+        assert bounds["B200", step] < bounds["H200", step] <= bounds["H100 SXM", step] < bounds["A100 80 GB", step]

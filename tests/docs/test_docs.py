@@ -50,6 +50,7 @@ from tests.benchmarks.goodput.outcomes import SHAPE, goodput_report
 from tests.cli.test_help import ROOT_OF
 from tests.docs import models_page
 from tests.docs.configuration_table import PAGE, render
+from tests.gpu import verdict
 
 ROOT = Path(__file__).parents[2]
 OPERATIONS = [page for folder in ("how-to", "reference", "runbooks") for page in ROOT.glob(f"docs/{folder}/*.md")]
@@ -171,6 +172,12 @@ def test_the_tables_of_streaming_are_those_of_the_committed_figures() -> None:
     text = stream_tables.PAGE.read_text()
     report = read_report(stream_tables.FIGURES)
     assert stream_tables.page_with(text, report) == text, "python -m benchmarks.pages.stream_tables writes them anew"
+
+
+def test_the_report_of_a_gpu_is_that_of_the_committed_file() -> None:
+    text = verdict.PAGE.read_text()
+    again = "python -m tests.gpu.verdict --page writes it anew"
+    assert verdict.page_with(text, read_report(verdict.REPORT)) == text, again
 
 
 def test_the_table_of_speculation_is_that_of_the_committed_figures() -> None:

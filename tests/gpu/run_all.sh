@@ -10,6 +10,8 @@
 # disk.
 # TESTS are the tests to run in place of all, without figures: TESTS="tests/gpu/test_one_rank.py" tests/gpu/run_all.sh
 # The test of memory, which needs the GPU alone, runs in any case.
+# FOLDER/report.json says what was run where, with each target's verdict. Without a GPU, it has what the compiler says of
+# the kernels for each kind of GPU; it takes some minutes, and needs pdserve's packages.
 # Exit status: 0 if all tests pass and all targets are met, 1 if not, 2 if nothing could be run.
 set -u
 cd "$(dirname "$0")/../.." || exit 2
@@ -19,7 +21,7 @@ mkdir -p "$OUT" || exit 2
 export PYTHONPATH="$PWD:$PWD/proxy:$PWD/kvtransfer:$PWD/kernels${PYTHONPATH:+:$PYTHONPATH}"
 export PYTHONUNBUFFERED=1
 
-"$PYTHON" - <<'CHECK' || exit 2
+"$PYTHON" - <<'CHECK' || { "$PYTHON" -m tests.gpu.compiled "$OUT/report.json"; exit 2; }
 import sys
 import torch, triton
 if not torch.cuda.is_available():
@@ -108,5 +110,6 @@ if [ -z "$nodes" ]; then
 fi
 
 echo "== verdict"
-"$PYTHON" -m tests.gpu.verdict "$OUT/engine.json" "$OUT/transfer.json" || failed=1
+"$PYTHON" -m tests.gpu.verdict "$OUT/engine.json" "$OUT/transfer.json" --out "$OUT/report.json" --tests "$OUT/tests.log" ||
+    failed=1
 exit $failed

@@ -1,19 +1,51 @@
-"""Compares the figures of ``pdserve bench engine`` and ``pdserve bench transfer`` on a GPU with their targets.
+"""Compares the figures of ``pdserve bench`` on a GPU with their targets, and writes down what was run where.
 
-``python -m tests.gpu.verdict FILE…`` takes their reports. It exits with status 1 if a target is missed or was not
-measured.
+``python -m tests.gpu.verdict FILE… --out REPORT --tests LOG`` takes the reports of ``engine`` and ``transfer`` and the
+output of pytest. REPORT has the chip, versions, each target with its bound and verdict, and every row. It exits with
+status 1 if a target is missed or was not measured.
+
+``python -m tests.gpu.verdict --page`` writes the part of benchmarks.md that shows the report of ``docs``.
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 
-from pdserve.bench.report import Better, Report, read_report
+from benchmarks.pages.page_part import markdown_table, with_part
+from pdserve.bench.report import (
+    Better,
+    Figure,
+    Report,
+    Row,
+    Unit,
+    chip_name,
+    number,
+    read_report,
+    this_machine,
+    to_json,
+)
 
 MODEL = "8B-shaped"
+VERDICT, COMPILED, LEAST = (
+    "target",
+    "kernel of an 8B model, compiled",
+    "least time of a step of an 8B model in bf16",
+)
+REGISTERS, SPILLED, SHARED, OCCUPANCY = (
+    "registers of a thread",
+    "spilled bytes of a thread",
+    "shared memory of a program",
+    "occupancy",
+)
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE, REPORT = DOCS / "benchmarks.md", DOCS / "benchmarks" / "gpu" / "report.json"
+BEGIN = "<!-- written by tests/gpu/verdict.py from gpu/report.json -->"
 
 
 @dataclass(frozen=True)
@@ -119,24 +151,106 @@ TARGETS = (
 )
 
 
-def judged(*reports: Report) -> list[tuple[str, bool]]:
-    """Returns a line for each target, and whether the target is met."""
-    lines = []
+@dataclass(frozen=True)
+class Judged:
+    """A target, and what was measured of it; None if nothing was."""
+
+    target: Target
+    value: float | None
+
+    @property
+    def met(self) -> bool:
+        return self.value is not None and self.target.met(self.value)
+
+    @property
+    def wanted(self) -> str:
+        return f"{'≥' if self.target.better is Better.HIGHER else '≤'} {self.target.bound}"
+
+    @property
+    def verdict(self) -> str:
+        return "met" if self.met else "MISSED" if self.value is not None else "not measured"
+
+    def __str__(self) -> str:
+        measured = "not measured" if self.value is None else f"{self.value:.2f}"
+        return f"{'met   ' if self.met else 'MISSED'}  {self.target.name}: {measured} ({self.wanted})"
+
+    def row(self) -> Row:
+        figures = () if self.value is None else (Figure("measured", self.value, Unit.RATIO, self.target.better),)
+        return Row(VERDICT, {"name": self.target.name, "wanted": self.wanted, "verdict": self.verdict}, figures)
+
+
+def judged(*reports: Report) -> list[Judged]:
+    """Returns what was measured of each target."""
+    found = []
     for target in TARGETS:
         rows = [row for report in reports for row in report.rows_of(target.what)]
-        found = [row.figure(target.figure).value for row in rows if target.at.items() <= row.at.items()]
-        sign = "≥" if target.better is Better.HIGHER else "≤"
-        measured = f"{found[0]:.2f}" if found else "not measured"
-        met = bool(found) and target.met(found[0])
-        lines.append((f"{'met   ' if met else 'MISSED'}  {target.name}: {measured} ({sign} {target.bound})", met))
-    return lines
+        values = [row.figure(target.figure).value for row in rows if target.at.items() <= row.at.items()]
+        found.append(Judged(target, values[0] if values else None))
+    return found
+
+
+def whole_report(reports: Sequence[Report], tests: str) -> Report:
+    """Returns one report of all that was run on this machine. ``tests`` is the output of pytest."""
+    results = [line.strip("= ") for line in tests.splitlines() if line.startswith("=") and " in " in line]
+    notes = (f"triton {version('triton')}", *(f"tests: {line}" for line in results))
+    rows = [one.row() for one in judged(*reports)] + [row for report in reports for row in report.rows]
+    return Report("gpu", this_machine(chip_name()), {}, notes, tuple(rows))
+
+
+def part(report: Report) -> str:
+    """Returns what a page shows of a report: its targets, or without a chip what the compiler has said."""
+    machine = report.machine
+    head = f"`make gpu`, {machine.chip or 'no GPU'}, torch {machine.torch}, {machine.measured} UTC: "
+    notes = head + "; ".join(report.notes) + "."
+    if report.rows_of(VERDICT):
+        lines = [
+            [row.at["name"], row.at["wanted"], *(number(one) for one in row.figures or ()), row.at["verdict"]]
+            for row in report.rows_of(VERDICT)
+        ]
+        cells = [[str(cell) for cell in (*line[:2], line[2] if len(line) > 3 else "", line[-1])] for line in lines]
+        return f"{notes}\n\n{markdown_table(['what', 'wanted', 'measured', 'verdict'], cells)}"
+    kernels: dict[str, dict[str, str]] = defaultdict(dict)
+    for row in report.rows_of(COMPILED):
+        figures = (row.figure(name) for name in (REGISTERS, SHARED, OCCUPANCY))
+        kernels[str(row.at["kernel"])][f"sm_{row.at['sm']}"] = " / ".join(number(figure) for figure in figures)
+    kinds = list(dict.fromkeys(f"sm_{row.at['sm']}" for row in report.rows_of(COMPILED)))
+    table = markdown_table(
+        [f"kernel: {REGISTERS} / {SHARED}, KiB / {OCCUPANCY}", *kinds],
+        [[f"`{name}`", *(found.get(kind, "") for kind in kinds)] for name, found in kernels.items()],
+    )
+    least: dict[str, dict[str, str]] = defaultdict(dict)
+    for row in report.rows_of(LEAST):
+        least[str(row.at["step"])][str(row.at["chip"])] = number(row.figures[0])
+    chips = list(dict.fromkeys(str(row.at["chip"]) for row in report.rows_of(LEAST)))
+    bounds = markdown_table(
+        [f"{LEAST}, ms", *chips], [[step, *(found[chip] for chip in chips)] for step, found in least.items()]
+    )
+    return f"{notes}\n\n{table}\n\n{bounds}"
+
+
+def page_with(text: str, report: Report) -> str:
+    """Returns ``text`` with its part replaced by that of ``report``."""
+    return with_part(text, BEGIN, part(report))
 
 
 def main() -> int:
-    lines = judged(*(read_report(Path(path)) for path in sys.argv[1:] if Path(path).is_file()))
-    for line, _ in lines:
-        print(line)
-    return 0 if all(met for _, met in lines) else 1
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("reports", type=Path, nargs="*")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--tests", type=Path)
+    parser.add_argument("--page", action="store_true")
+    chosen = parser.parse_args()
+    if chosen.page:
+        PAGE.write_text(page_with(PAGE.read_text(), read_report(REPORT)))
+        return 0
+    reports = [read_report(path) for path in chosen.reports if path.is_file()]
+    found = judged(*reports)
+    for one in found:
+        print(one)
+    if chosen.out is not None:
+        tests = chosen.tests.read_text() if chosen.tests is not None and chosen.tests.is_file() else ""
+        chosen.out.write_bytes(to_json(whole_report(reports, tests)))
+    return 0 if all(one.met for one in found) else 1
 
 
 if __name__ == "__main__":

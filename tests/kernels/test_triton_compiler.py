@@ -171,7 +171,8 @@ def attend(
     planned.from_projection(1, qkv, angles, angles, head_norms, window, chunked=chunked, sinks=sinks)
 
 
-def test_every_op_of_an_8b_model(launches: list[Launch]) -> None:
+def launch_8b_model() -> None:
+    """Launches every op of an 8B model in bf16."""
     layout, kernels = KvLayout(8, 32, 16, 128, torch.bfloat16), TritonKernels(PROCESSORS)
     step(layout, 32, window=None)
     x, weight = torch.empty(3, 4096, dtype=torch.bfloat16), torch.empty(4096, dtype=torch.bfloat16)
@@ -186,6 +187,10 @@ def test_every_op_of_an_8b_model(launches: list[Launch]) -> None:
     planned(0, x.view(3, 32, 128)[:1], torch.empty(2, 1, 8, 128, dtype=torch.bfloat16))
     gather_blocks(cache, blocks, cache)
     scatter_blocks(cache, blocks, cache)
+
+
+def test_every_op_of_an_8b_model(launches: list[Launch]) -> None:
+    launch_8b_model()
     built = check(launches)
     assert len(built) == 12
     # The products limit the speed of long prompts, so they must run on the kind of tensor core that this GPU has.
