@@ -39,27 +39,39 @@ def transfer_report(share: float) -> Report:
     return Report("transfer", this_machine("an H200"), {}, (), rows)
 
 
+def serving_report(p99_ms: float) -> Report:
+    figures = (Figure("ITL p50", 6.5, Unit.MS, Better.LOWER), Figure("ITL p99", p99_ms, Unit.MS, Better.LOWER))
+    rows = tuple(
+        Row("closed loop", {"shape": "1024/128", "clients": clients, "system": system}, figures)
+        for clients, system in ((16, "mixed"), (64, "mixed"), (64, "always"))
+    )
+    return Report("goodput", this_machine("an H200"), {}, (), rows)
+
+
 @pytest.mark.parametrize(
     ("values", "met"),
     [
-        ((0.8, 1.3, 1.3, 0.5, 0.8), [True, True, True, True, True]),
-        ((0.79, 1.31, 1.0, 0.6, 0.79), [False, False, True, True, False]),
-        ((0.9, 1.0, 1.31, 0.49, 0.9), [True, True, False, False, True]),
+        ((0.8, 1.3, 1.3, 0.5, 0.8, 52.0), [True, True, True, True, True, True]),
+        ((0.79, 1.31, 1.0, 0.6, 0.79, 52.1), [False, False, True, True, False, False]),
+        ((0.9, 1.0, 1.31, 0.49, 0.9, 40.0), [True, True, False, False, True, True]),
     ],
 )
 def test_each_target_is_judged(
-    values: tuple[float, float, float, float, float],
+    values: tuple[float, float, float, float, float, float],
     met: list[bool],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    engine, transfer = tmp_path / "engine.json", tmp_path / "transfer.json"
+    engine, transfer, serving = (tmp_path / f"{name}.json" for name in ("engine", "transfer", "serving"))
+    serving.write_bytes(to_json(serving_report(values[5])))
     engine.write_bytes(to_json(report(*values[:4])))
     transfer.write_bytes(to_json(transfer_report(values[4])))
     log, out = tmp_path / "tests.log", tmp_path / "report.json"
     log.write_text("...\n======= 12 passed, 1 skipped in 3.45s =======\n")
-    monkeypatch.setattr("sys.argv", ["verdict", str(engine), str(transfer), "--out", str(out), "--tests", str(log)])
+    monkeypatch.setattr(
+        "sys.argv", ["verdict", *map(str, (engine, transfer, serving)), "--out", str(out), "--tests", str(log)]
+    )
     # Steps with packed weights and experts take 1.07 times as long here, which their targets allow.
     steps, prefill, experts = [met[2]] * 6, [met[3]] * 2, [met[2]] * 3
     met = [*met, *steps, *prefill, *experts, met[3]]
@@ -69,7 +81,8 @@ def test_each_target_is_judged(
     written = read_report(out)
     assert "tests: 12 passed, 1 skipped in 3.45s" in written.notes
     assert [row.at["verdict"] == "met" for row in written.rows_of(verdict.VERDICT)] == met
-    assert len(written.rows) == len(met) + len(report(*values[:4]).rows) + len(transfer_report(values[4]).rows)
+    given = report(*values[:4]), transfer_report(values[4]), serving_report(values[5])
+    assert len(written.rows) == len(met) + sum(len(one.rows) for one in given)
     shown = verdict.part(written).splitlines()
     assert [line.endswith("| met |") for line in shown[4:]] == met
 

@@ -110,6 +110,6 @@ if [ -z "$nodes" ]; then
 fi
 
 echo "== verdict"
-"$PYTHON" -m tests.gpu.verdict "$OUT/engine.json" "$OUT/transfer.json" --out "$OUT/report.json" --tests "$OUT/tests.log" ||
-    failed=1
+"$PYTHON" -m tests.gpu.verdict "$OUT/engine.json" "$OUT/transfer.json" "$OUT/serving.json" \
+    --out "$OUT/report.json" --tests "$OUT/tests.log" || failed=1
 exit $failed

@@ -1,8 +1,8 @@
 """Compares the figures of ``pdserve bench`` on a GPU with their targets, and writes down what was run where.
 
-``python -m tests.gpu.verdict FILE… --out REPORT --tests LOG`` takes the reports of ``engine`` and ``transfer`` and the
-output of pytest. REPORT has the chip, versions, each target with its bound and verdict, and every row. It exits with
-status 1 if a target is missed or was not measured.
+``python -m tests.gpu.verdict FILE… --out REPORT --tests LOG`` takes the reports of ``engine``, ``transfer`` and
+``goodput``, and the output of pytest. REPORT has the chip, versions, each target with its bound and verdict, and every
+row. It exits with status 1 if a target is missed or was not measured.
 
 ``python -m tests.gpu.verdict --page`` writes the part of benchmarks.md that shows the report of ``docs``.
 """
@@ -50,7 +50,7 @@ BEGIN = "<!-- written by tests/gpu/verdict.py from gpu/report.json -->"
 
 @dataclass(frozen=True)
 class Target:
-    """A ratio of the report, with its lower or upper bound."""
+    """A ratio of a report, with its lower or upper bound."""
 
     name: str
     what: str
@@ -58,6 +58,11 @@ class Target:
     figure: str
     bound: float
     better: Better
+    over: str = ""
+    """If this is not empty, the figure is divided by this one of the same row."""
+
+    def measured(self, row: Row) -> float:
+        return row.figure(self.figure).value / (row.figure(self.over).value if self.over else 1.0)
 
     def met(self, value: float) -> bool:
         return value >= self.bound if self.better is Better.HIGHER else value <= self.bound
@@ -105,6 +110,15 @@ TARGETS = (
         "engine : ucx_perftest",
         0.8,
         Better.HIGHER,
+    ),
+    Target(
+        "ITL p99 of one node with 64 clients, times its median",
+        "closed loop",
+        {"system": "mixed", "clients": 64},
+        "ITL p99",
+        8.0,
+        Better.LOWER,
+        over="ITL p50",
     ),
     *(
         Target(
@@ -184,7 +198,7 @@ def judged(*reports: Report) -> list[Judged]:
     found = []
     for target in TARGETS:
         rows = [row for report in reports for row in report.rows_of(target.what)]
-        values = [row.figure(target.figure).value for row in rows if target.at.items() <= row.at.items()]
+        values = [target.measured(row) for row in rows if target.at.items() <= row.at.items()]
         found.append(Judged(target, values[0] if values else None))
     return found
 
