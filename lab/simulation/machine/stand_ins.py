@@ -57,6 +57,8 @@ from pdserve.process import ChildProcess
 PACKAGES = ("pdserve", "pdserve_proxy", "pdserve_kvtransfer")
 LEAST_SLEEP_S = 0.0005
 """A thread that polls while data moves sleeps for so long. The product's 50 µs would make most of a run's turns."""
+LOOK_S = 0.0002
+"""A thread has worked for so long since it last asked for how long it has worked: turns take no time here."""
 UNUSED = (
     *("pdserve.bench", "pdserve.doctor", "pdserve.plan", "pdserve.cli", "pdserve.__main__", "pdserve.engine.__main__"),
     *("pdserve.models.fallback", "pdserve.models.checkpoint.fallback_config"),
@@ -339,11 +341,18 @@ def simulated(
     SimFolder._count = 0
     SimFolder.full.clear()
 
+    looks = Counter[SimThread]()
+
     def wall() -> float:
         return WALL_S + loop.time() + skew_s()
 
     def sleep(seconds: float) -> None:
         present_thread().block(max(seconds, LEAST_SLEEP_S))
+
+    def thread_time() -> float:
+        thread = present_thread()
+        looks[thread] += 1
+        return looks[thread] * LOOK_S
 
     def eventfd_write(fd: int, value: int) -> None:
         descriptors.fd(fd).write()
@@ -354,7 +363,7 @@ def simulated(
         else:
             os.close(fd)
 
-    clock = Likeness(time, time=wall, monotonic=loop.time, perf_counter=loop.time, sleep=sleep)
+    clock = Likeness(time, time=wall, monotonic=loop.time, perf_counter=loop.time, sleep=sleep, thread_time=thread_time)
     replaced: list[tuple[Any, Any]] = [
         (time, clock),
         (time.time, wall),
