@@ -13,12 +13,13 @@ import torch
 
 from pdserve.config import Dtype
 from pdserve.models.checkpoint.config_reading import read_decoder_config, read_family_config
-from pdserve.models.runner import ModelRunner, StepRow
+from pdserve.models.runner import DraftRow, ModelRunner, StepRow
 from pdserve.settings import cache_folder
 from pdserve_kernels.contract import ExpertsForm, ExpertWeights
 from pdserve_kernels.cpu.compiled_kernels import CompiledKernels, CompiledLinear
 from pdserve_kernels.cpu.torch_kernels import TorchKernels
 from tests.models.grouped_runner import GroupedRunner
+from tests.models.tiny_drafting import save_tiny_drafting
 from tests.tiny_models import (
     FAMILIES,
     VOCAB_SIZE,
@@ -203,3 +204,17 @@ def test_a_step_asks_its_device_for_nothing(folder: Path) -> None:
     assert [tuple(computed.shape) for computed in (logits, *pieces)] == [(2, VOCAB_SIZE), (2, VOCAB_SIZE)]
     runner.copy_blocks([1, 2], [3, 4])
     runner.clear([5])
+
+
+@pytest.mark.parametrize("case", ["glm4-moe", "deepseek-v3"])
+def test_the_layer_that_drafts_sees_tokens_that_only_the_device_knows(tmp_path: Path, case: str) -> None:
+    """Otherwise a step would wait for the one before it."""
+    folder, meta = save_tiny_drafting(case, tmp_path), torch.device("meta")
+    config = read_family_config(folder)
+    runner = GroupedRunner(folder, config, Dtype.FP32, BLOCK_SIZE, 64, 64, NoValues(), device=meta, drafts=True)
+    runner.run([StepRow([5], 0, [0], True), StepRow([7], 6, [1, 2], True), StepRow([1, 2, 3], 3, [3, 4], True)])
+    kept = runner.kept()
+    known = [DraftRow(2, [2, 3, 0], False), DraftRow(0, [0], False), DraftRow(1, [8], False)]
+    runner.complete(known, torch.empty(2, dtype=torch.int64, device=meta))
+    runner.run([StepRow([0], 1, [0], True)], torch.empty(1, dtype=torch.int64, device=meta))
+    runner.complete([DraftRow(1, [9], False)], of=kept)
