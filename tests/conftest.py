@@ -69,23 +69,19 @@ def _longest_first(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: order(item.path))
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     # Modules leave little garbage, and looking for it takes a tenth of the time that loading them takes.
     gc.disable()
+    # Otherwise extension modules report their objects as leaked when Python ends.
+    config.add_cleanup(gc.unfreeze)
     # A shell has SIGINT ignored in what it starts in the background, and so would all programs be that tests start.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_finish() -> None:
-    # Libraries and tests are a million objects that live to the end. Full collections need not look at them.
-    gc.collect()
+    # Libraries and tests are a million objects that live to the end. No collection need look at them.
     gc.freeze()
     gc.enable()
-
-
-def pytest_sessionfinish() -> None:
-    # Otherwise extension modules report their objects as leaked when Python ends.
-    gc.unfreeze()
 
 
 class ByModule(LoadScopeScheduling):  # type: ignore[misc]

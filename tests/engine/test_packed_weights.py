@@ -26,7 +26,7 @@ from pdserve.models.tp.shares import ALONE, TpGroup
 from pdserve.settings import cache_folder
 from pdserve_kernels.cpu.compiled_kernels import CompiledKernels
 from tests.engine.started_ranks import engine_config
-from tests.models.test_qwen3_moe import Unsummed
+from tests.models.unsummed import Unsummed
 from tests.tiny_gguf import save_tiny_gguf
 from tests.tiny_models import save_tiny_model
 

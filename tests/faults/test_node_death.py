@@ -18,7 +18,7 @@ from tests.eventually import eventually
 from tests.processes import alive
 from tests.tiny_models import Reference
 
-PROMPT = [11 + i % 400 for i in range(1400)]
+PROMPT = [11 + i % 400 for i in range(800)]
 NEW_TOKENS = 6
 # Without a prefix cache, every prompt has to be prefilled again. It takes many steps, so that a test can act between
 # them. An engine that a test stops stays: its node does not take it for hanging, however long the test takes.
@@ -221,7 +221,7 @@ def test_another_prefill_node_takes_over(broken: Broken, victims: Cluster, expec
 
 
 def test_prefill_that_misses_its_deadline(slow_tiny_model: Path, reference: Reference) -> None:
-    prompt = PROMPT[:350]
+    prompt = PROMPT[:120]
     # On any machine, steps of two tokens take far longer than the time that a prompt of this length may take.
     steps = ("--max-num-batched-tokens", "2", "--max-num-seqs", "1", "--dtype", "fp32", "--prefix-cache", "off")
     with cluster(slow_tiny_model, *steps, "--prefill-timeout-ms", "10") as slow:

@@ -26,7 +26,7 @@ from pdserve_kernels.contract import BLOCK_FORMATS, BlockFormat, BlockWeight
 from pdserve_kernels.cpu.compiled_kernels import CompiledKernels
 from pdserve_kernels.triton.block_packing import PACKED_FORMS
 from tests.models.grouped_runner import GroupedRunner
-from tests.models.test_qwen3_moe import Unsummed
+from tests.models.unsummed import Unsummed
 from tests.tiny_gguf import save_tiny_gguf
 from tests.tiny_models import save_tiny_model
 

@@ -38,7 +38,7 @@ from pdserve.models.parts.projections import Building
 from pdserve.models.runner import StepRow
 from pdserve_kernels.cpu.torch_kernels import TorchKernels
 from tests.models.greedy import greedy_tokens, small_runner
-from tests.models.test_qwen3_moe import Unsummed
+from tests.models.unsummed import Unsummed
 from tests.tiny_models import WINDOW, reference_last_logits
 
 SHAPE: dict[str, Any] = {

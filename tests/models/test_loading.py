@@ -15,19 +15,21 @@ from pdserve.config import Dtype
 from pdserve.models.checkpoint.config_reading import read_decoder_config
 from pdserve.models.runner import ModelRunner
 from pdserve_kernels.cpu.torch_kernels import TorchKernels
-from tests.models.test_qwen3_moe import Unsummed
 from tests.models.tiny_families import save_tiny
+from tests.models.unsummed import Unsummed
 from tests.tiny_models import save_tiny_model
 
 LOAD = """
 import sys
 from pathlib import Path
+from pdserve.models.lean_torch import import_torch
+import_torch()
 from pdserve.config import Dtype
 from pdserve.machine.memory import give_large_blocks_back
 from pdserve.models.checkpoint.config_reading import read_decoder_config
 from pdserve.models.runner import ModelRunner
 from pdserve_kernels.cpu.torch_kernels import TorchKernels
-from tests.models.test_qwen3_moe import Unsummed
+from tests.models.unsummed import Unsummed
 
 def peak():
     lines = Path("/proc/self/status").read_text().splitlines()

@@ -31,9 +31,9 @@ from tests.models.greedy import small_runner
 from tests.models.grouped_runner import GroupedRunner
 from tests.models.quantisers import FORMATS, configure, quantised_folders
 from tests.models.rank_program import Case
-from tests.models.test_qwen3_moe import Unsummed
 from tests.models.test_tensor_parallel import computed
 from tests.models.tiny_families import save_tiny
+from tests.models.unsummed import Unsummed
 from tests.tiny_models import save_tiny_model
 
 SHAPE = {"hidden_size": 128, "intermediate_size": 192, "num_attention_heads": 4, "num_key_value_heads": 2}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -16,33 +15,8 @@ from pdserve.models.parts.projections import Building
 from pdserve.models.tp import shares
 from pdserve.models.tp.shares import Alone, TpGroup
 from pdserve_kernels.cpu.torch_kernels import TorchKernels
+from tests.models.unsummed import Unsummed
 from tests.tiny_models import save_tiny_model
-
-
-@dataclass(frozen=True)
-class Unsummed:
-    """A rank whose results the test adds up."""
-
-    rank: int
-    size: int
-
-    def begin_step(self) -> None:
-        pass
-
-    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        return x
-
-    def gather(self, x: torch.Tensor) -> torch.Tensor:
-        raise AssertionError("experts gather nothing")
-
-    def finish_step(self) -> None:
-        pass
-
-    def warmed_up(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
 
 def experts(folder: Path, tp: TpGroup) -> Experts:

@@ -22,8 +22,8 @@ from pdserve.models.table import COMPOSITES, FAMILIES
 from pdserve.models.tp.shares import ALONE
 from pdserve_kernels.cpu.torch_kernels import TorchKernels
 from tests.models.grouped_runner import GroupedRunner
-from tests.models.test_qwen3_moe import Unsummed
 from tests.models.tiny_families import save_tiny
+from tests.models.unsummed import Unsummed
 from tests.tiny_models import reference_logits, save_tiny_model
 
 

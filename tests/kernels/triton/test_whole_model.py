@@ -27,9 +27,9 @@ from tests.models.converted_gguf import save_converted
 from tests.models.grouped_runner import GroupedRunner
 from tests.models.quantisers import quantised_folders
 from tests.models.rerun_graph import RerunGraphs
-from tests.models.test_qwen3_moe import Unsummed
 from tests.models.tiny_drafting import save_tiny_drafting
 from tests.models.tiny_families import CASES, save_tiny
+from tests.models.unsummed import Unsummed
 from tests.tiny_models import VOCAB_SIZE, save_tiny_model
 
 IN_BLOCKS: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
