@@ -248,7 +248,7 @@ class FakeProxy:
     """The control socket of a proxy, and the tickets that the proxy makes."""
 
     def __init__(self, heartbeat_ms: int = 60_000) -> None:
-        """It wants heartbeats at this interval, and answers none: after three, the node greets again."""
+        """It wants heartbeats at this interval. After three without an answer, the node greets again."""
         self._heartbeat_ms = heartbeat_ms
         self._context = zmq.Context()
         self._socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
@@ -265,7 +265,7 @@ class FakeProxy:
         )
 
     def receive(self, kind: type[Register] | type[Deregister] | type[NodeHeartbeat]) -> Any:
-        """Returns the next message of this kind, and acknowledges every registration."""
+        """Returns the next message of this kind, and acknowledges every registration and heartbeat until then."""
         deadline = time.monotonic() + WAIT_S
         while self._socket.poll(int(max(deadline - time.monotonic(), 0) * 1000)):
             peer, frame = self._socket.recv_multipart()
@@ -273,6 +273,8 @@ class FakeProxy:
             if isinstance(message, Register):
                 self.registered = message.node
                 self._answer(peer, message.node.boot_id, Ack(message.node.boot_id, True))
+            elif isinstance(message, NodeHeartbeat):
+                self._answer(peer, message.boot_id, Ack(message.boot_id, True))
             elif isinstance(message, NodeHello):
                 welcome = ProxyWelcome(message.boot_id, message.nonce, SPOKEN.newest, SPOKEN.oldest, self._heartbeat_ms)
                 self._answer(peer, message.boot_id, welcome)
@@ -348,8 +350,8 @@ def test_node_of_a_proxy(role: Role, proxy: FakeProxy, model_dir: Path, tmp_path
 def test_a_node_that_drains_stays_known_until_its_streams_have_moved(
     drain: DrainMode, model_dir: Path, tmp_path: Path
 ) -> None:
-    # A proxy that wants many heartbeats and answers none is soon not known any more, and then not told farewell.
-    with contextlib.closing(FakeProxy(100 if drain is DrainMode.MIGRATE else 60_000)) as proxy:
+    # A proxy that answers no heartbeats for three of their intervals is not known any more, and not told farewell.
+    with contextlib.closing(FakeProxy(500 if drain is DrainMode.MIGRATE else 60_000)) as proxy:
         settings = config(proxies=(proxy.address,), drain_s=600.0)
         settings = replace(settings, discovery=replace(settings.discovery, drain=drain))
         with scripted_node(settings, model_dir, tmp_path, Role.DECODE) as node:
@@ -374,7 +376,7 @@ def test_a_node_that_drains_stays_known_until_its_streams_have_moved(
 
 
 def test_a_drain_that_was_commanded_goes_on_at_the_first_signal(model_dir: Path, tmp_path: Path) -> None:
-    with contextlib.closing(FakeProxy(100)) as proxy:
+    with contextlib.closing(FakeProxy(500)) as proxy:
         settings = config(proxies=(proxy.address,), drain_s=600.0)
         with scripted_node(settings, model_dir, tmp_path, Role.DECODE) as node:
             proxy.receive(NodeHeartbeat)

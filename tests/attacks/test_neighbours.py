@@ -13,7 +13,6 @@ from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from http.client import HTTPConnection
 from itertools import pairwise
-from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
@@ -32,9 +31,12 @@ MOST_TIMES_LONGER = 10
 AMBIGUOUS = " ".join(f"r{i}?" for i in range(600))
 RULES = "\n".join(f'r{i}: "a" | "b" | "ab" | /[a-z]+/' for i in range(600))
 
-HOSTILE: dict[str, dict[str, Any]] = {
-    "a heavy grammar": {"guided_grammar": f"start: {AMBIGUOUS}\n{RULES}\n"},
-    "a grammar that is heavy later": {"guided_grammar": f"start: /[a-z]{{3}}/ {AMBIGUOUS}\n{RULES}\n"},
+TRIES = 3
+"""Another program of a busy machine may make a gap, once. What a grammar does to a stream, it does each time."""
+
+HOSTILE = {
+    "a heavy grammar": f"start: {AMBIGUOUS}\n{RULES}\n",
+    "a grammar that is heavy later": f"start: /[a-z]{{3}}/ {AMBIGUOUS}\n{RULES}\n",
 }
 
 
@@ -103,7 +105,7 @@ def neighbour(target: Target) -> Iterator[Neighbour]:
 
 
 @pytest.mark.parametrize("hostile", HOSTILE.values(), ids=HOSTILE)
-def test_many_answers_by_a_heavy_grammar_keep_no_other_stream(attacked: Target, hostile: dict[str, Any]) -> None:
+def test_many_answers_by_a_heavy_grammar_keep_no_other_stream(attacked: Target, hostile: str) -> None:
     usual = {"model": MODEL, "prompt": PROMPT, "n": ANSWERS, "max_tokens": 16, "seed": 1}
     replies: list[Reply] = []
 
@@ -113,9 +115,13 @@ def test_many_answers_by_a_heavy_grammar_keep_no_other_stream(attacked: Target, 
     with neighbour(attacked) as other:
         send()
         beside_usual = other.gap_s(lambda: send(seed=2))
-        beside_hostile = other.gap_s(lambda: send(**hostile))
-    assert replies[-2].status == 200, replies[-2].body
-    assert beside_hostile < MOST_TIMES_LONGER * beside_usual
+        assert replies[-1].status == 200, replies[-1].body
+        gaps_s: list[float] = []
+        while not gaps_s or (min(gaps_s) > MOST_TIMES_LONGER * beside_usual and len(gaps_s) < TRIES):
+            # A node compiles each of these once.
+            grammar = f'{hostile}unused{len(gaps_s)}: "a"\n'
+            gaps_s.append(other.gap_s(lambda: send(guided_grammar=grammar)))  # noqa: B023
+    assert min(gaps_s) < MOST_TIMES_LONGER * beside_usual, gaps_s
     if replies[-1].status == 200:
         assert len(replies[-1].json()["choices"]) == ANSWERS
     else:

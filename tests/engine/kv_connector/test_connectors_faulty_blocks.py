@@ -45,6 +45,8 @@ OWN_SPEC = msgspec.structs.replace(
 CONFIG = TransferConfig(heartbeat_ms=50, lease_ms=400)
 EVERY = 29
 BREAKS_LINKS = frozenset({Fault.SEND_FAILS, Fault.RECEIVE_FAILS})
+MOST_ROUNDS = 6
+"""Two are enough, but where a busy machine lets a lease run out, more prompts are computed without a transfer."""
 LENGTHS = (9, 17, 30, 33, 42, 50, 64, 70)
 
 
@@ -116,12 +118,14 @@ def engines(folder: Path, fault: Fault, injector: Injector) -> Iterator[tuple[Cl
 def test_no_faulty_block_becomes_a_token(folder: Path, wanted: dict[int, list[int]], fault: Fault) -> None:
     injector = Injector(fault, EVERY)
     with engines(folder, fault, injector) as (decode, transfers):
-        for attempt in range(2):
+        # While a broken link is made anew, the decode engine computes the next prompts itself.
+        least = 1 if fault in BREAKS_LINKS else len(LENGTHS) + 1
+        for attempt in range(MOST_ROUNDS):
             for length in LENGTHS:
                 # Each request has a salt of its own, so no prefix cache has its blocks and all have to come.
                 assert decode.ask(prompt(length), [length], f"{attempt} {length}") == [wanted[length]]
+            if attempt and injector.injected and transfers.stats().transfers_received >= least:
+                break
         assert injector.injected > 0
-        # While a broken link is made anew, the decode engine computes the next prompts itself.
-        least = 1 if fault in BREAKS_LINKS else len(LENGTHS) + 1
         assert transfers.stats().transfers_received >= least, "blocks came from the prefill engine all the same"
         eventually(lambda: transfers.stats().quarantined_blocks == 0, "nothing is in quarantine")
