@@ -57,6 +57,7 @@ CONVERTED: dict[str, list[Converted]] = {
         Converted("glm4-moe-lite", {}),
         Converted("youtu", {}),
     ],
+    "deepseek32": [Converted("deepseek-v32", {"rope_parameters": DEEP_YARN | {"mscale": 1.2}})],
     "dots1": [Converted("dots1", {})],
     "ernie4_5": [Converted("ernie", {}), Converted("ernie-biased", {})],
     "ernie4_5-moe": [Converted("ernie-moe", {})],
@@ -78,6 +79,7 @@ CONVERTED: dict[str, list[Converted]] = {
         Converted("gemma4-shared", {}),
         Converted("gemma4-experts", {"attention_k_eq_v": True, "num_global_key_value_heads": 1}),
     ],
+    "glm-dsa": [Converted("glm-moe-dsa", {"attention_bias": False})],
     "glm4": [Converted("glm4", {})],
     "glm4moe": [Converted("glm4-moe", {}), Converted("glm4-moe-groups", {})],
     "gpt-oss": [Converted("gpt-oss", {})],
@@ -173,7 +175,9 @@ def save_converted(
     config = json.loads((folder / "config.json").read_text())
     writer = GGUFWriter(path, arch)
     _add_settings(writer, config, arch)
-    names = get_tensor_name_map({name: key for key, name in MODEL_ARCH_NAMES.items()}[arch], _layers(config))
+    # The package does not know this architecture yet, whose tensors are called as those of another one.
+    named = "glm-dsa" if arch == "deepseek32" else arch
+    names = get_tensor_name_map({name: key for key, name in MODEL_ARCH_NAMES.items()}[named], _layers(config))
     tensors = dict(load_file(folder / "model.safetensors"))
     if arch == "apertus":
         for part in ("alpha_n", "alpha_p", "beta", "eps"):
@@ -258,7 +262,7 @@ def _add_settings(writer: GGUFWriter, config: dict[str, Any], arch: str) -> None
         writer.add_layer_norm_eps(eps)
     if arch == "olmo":
         writer.add_layer_norm_eps(1e-5)
-    if arch == "deepseek2":
+    if arch in ("deepseek2", "deepseek32", "glm-dsa"):
         _add_latents(writer, config)
     if arch == "minicpm3":
         writer.add_q_lora_rank(config["q_lora_rank"])
@@ -319,6 +323,10 @@ def _add_latents(writer: GGUFWriter, config: dict[str, Any]) -> None:
         writer.add_rope_scaling_factor(rope["factor"])
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
         writer.add_rope_scaling_yarn_log_mul(0.1 * rope["mscale_all_dim"])
+    if "index_topk" in config:
+        writer.add_indexer_head_count(config["index_n_heads"])
+        writer.add_indexer_key_length(config["index_head_dim"])
+        writer.add_indexer_top_k(config["index_topk"])
     sparse = config.get("n_routed_experts") is not None
     kinds = config.get("mlp_layer_types") or []
     dense = kinds.count("dense") or config.get("first_k_dense_replace", 0 if sparse else config["num_hidden_layers"])

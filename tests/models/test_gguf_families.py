@@ -289,6 +289,21 @@ def test_files_of_latents_that_give_each_head_a_key(tmp_path: Path) -> None:
     assert greedy_tokens(small_runner(path), PROMPT, 8) == Reference(folder, 8).answer(PROMPT)
 
 
+@pytest.mark.parametrize("own", [None, [True, True, False], [True, False, False]])
+def test_a_file_says_which_layers_have_an_indexer(tmp_path: Path, own: list[bool] | None) -> None:
+    """By its key, or else by its tensors."""
+
+    def types(writer: GGUFWriter) -> None:
+        if own is not None:
+            writer.add_array("glm-dsa.attention.indexer.types", own)
+
+    folder = save_tiny("glm-moe-dsa", tmp_path / "folder", attention_bias=False)
+    config = read_family_config(save_converted(folder, tmp_path / "tiny.gguf", "glm-dsa", types))
+    latents = [layer.attention.latent for layer in config.recipe.layers if layer.attention]
+    found = [latent.index is not None and not latent.index.shared for latent in latents if latent is not None]
+    assert found == (own or [True, True, False])
+
+
 def test_older_files_without_groups_have_none_unless_their_model_does(tmp_path: Path) -> None:
     def without_groups(writer: GGUFWriter) -> None:
         del writer.kv_data[0]["deepseek2.expert_group_count"], writer.kv_data[0]["deepseek2.expert_group_used_count"]

@@ -80,6 +80,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "cohere2": Architecture("cohere2"),
     "command-r": Architecture("cohere"),
     "deepseek2": Architecture("youtu", with_experts="deepseek_v2", with_sigmoids="deepseek_v3", latents=True),
+    "deepseek32": Architecture("deepseek_v32", with_experts="deepseek_v32", with_sigmoids="deepseek_v32", latents=True),
     "dots1": Architecture("dots1"),
     "ernie4_5": Architecture("ernie4_5"),
     "ernie4_5-moe": Architecture("ernie4_5_moe"),
@@ -93,6 +94,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "gemma2": Architecture("gemma2", shifted_norms=True),
     "gemma3": Architecture("gemma3_text", shifted_norms=True),
     "gemma4": Architecture("gemma4_text"),
+    "glm-dsa": Architecture("glm_moe_dsa", with_experts="glm_moe_dsa", with_sigmoids="glm_moe_dsa", latents=True),
     "glm4": Architecture("glm4"),
     "glm4moe": Architecture("glm4_moe", norms=BEFORE_BOTH),
     "gpt-oss": Architecture("gpt_oss", norms=BEFORE_BOTH, rounded_ramps=False),
@@ -175,6 +177,9 @@ ARCHITECTURES: dict[str, Architecture] = {
 SETTINGS: dict[str, tuple[str, ...]] = {
     "attention.head_count": ("num_attention_heads",),
     "attention.head_count_kv": ("num_key_value_heads", "num_kv_heads"),
+    "attention.indexer.head_count": ("index_n_heads",),
+    "attention.indexer.key_length": ("index_head_dim",),
+    "attention.indexer.top_k": ("index_topk",),
     "attention.kv_lora_rank": ("kv_lora_rank",),
     "attention.layer_norm_epsilon": ("layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon"),
     "attention.layer_norm_rms_epsilon": ("rms_norm_eps",),
@@ -269,6 +274,7 @@ OF_UNLIKE_HEADS = frozenset(
 """Keys of windows in a Gemma 4, whose other layers have heads of another size."""
 
 COMPUTED: dict[str, tuple[str, ...]] = {
+    "attention.indexer.types": ("indexer_types",),
     "attention.key_length_mla": ("kv_lora_rank",),
     "attention.q_lora_rank": ("kv_lora_rank",),
     "attention.value_length_mla": ("kv_lora_rank",),

@@ -13,6 +13,7 @@ from typing import Any
 from pdserve.errors import ModelError
 from pdserve.models.checkpoint.gguf.architectures import Architecture
 from pdserve.models.checkpoint.gguf.file import GgufFile
+from pdserve.models.checkpoint.gguf.states import layer_count
 from pdserve.models.recipe import AttentionRecipe
 
 SIGMOID = 2
@@ -29,6 +30,15 @@ TENSORS = {
     "attn_v_b": "value_up",
 }
 """The fields of a ``LatentRecipe``."""
+OF_INDEXERS = {
+    "indexer.attn_q_b": "query",
+    "indexer.attn_k": "key",
+    "indexer.k_norm": "key_norm",
+    "indexer.proj": "weights",
+}
+"""The fields of an ``IndexRecipe``."""
+INDEXER_TYPES = "attention.indexer.types"
+"""For each layer, whether it has an indexer of its own."""
 OF_ATTENTION = {"attn_q": "query", "attn_kv_a_mqa": "key", "attn_kv_b": "value", "attn_output": "out"}
 """The fields of an ``AttentionRecipe``."""
 KEY_UP, VALUE_UP = "self_attn.k_b_proj", "self_attn.v_b_proj"
@@ -75,9 +85,19 @@ def latent_settings(file: GgufFile, family: str) -> dict[str, Any]:
         "norm_topk_prob": file.own("expert_weights_norm", bool, False),
         "routed_scaling_factor": file.own("expert_weights_scale", float, 0.0) or 1.0,
     }
+    if family == "glm_moe_dsa":
+        found["indexer_types"] = _indexers(file)
     if family == "deepseek_v2":
         found["topk_method"] = "group_limited_greedy" if groups > 1 else "greedy"
     return found
+
+
+def _indexers(file: GgufFile) -> list[str]:
+    """Returns ``indexer_types``. A file that does not say which layers have an indexer says it by its tensors."""
+    known = file.metadata.get(file.key(INDEXER_TYPES))
+    if not isinstance(known, list):
+        known = [f"blk.{index}.indexer.attn_k.weight" in file.tensors for index in range(layer_count(file))]
+    return ["full" if own else "shared" for own in known[: layer_count(file)]]
 
 
 def _channels_of_value(file: GgufFile, plain: int) -> int:
@@ -118,6 +138,8 @@ def latent_tensors(attention: AttentionRecipe) -> dict[str, str]:
     names |= {key: getattr(attention, name) for key, name in OF_ATTENTION.items()}
     if latent.query_rank:
         names["attn_q_b"] = names.pop("attn_q")
+    if latent.index is not None and not latent.index.shared:
+        names |= {key: getattr(latent.index, name) for key, name in OF_INDEXERS.items()}
     return names
 
 
