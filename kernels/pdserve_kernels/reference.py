@@ -125,6 +125,24 @@ def dequantised(numbers: torch.Tensor, exponents: torch.Tensor, dtype: torch.dty
     return numbers.view(torch.float8_e4m3fn).to(dtype).mul_(scale.unsqueeze(-1))
 
 
+LARGEST_FP8 = 448.0
+LEAST_ROUNDED = 2.0**-95
+"""Inputs whose largest is smaller are scaled as if it were this one."""
+
+
+def rounded_inputs(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns ``x``, ``[..., inputs]``, as products in FP8 take it: e4m3 of its shape, and scales, fp32 ``[...]``.
+
+    The largest number becomes the largest of e4m3, so it is not rounded: a product with few large inputs is off by
+    less than with scales of powers of two. If a number is not finite, all of its row are 0, and the scale is infinite.
+    """
+    largest = x.float().abs().amax(-1).nan_to_num(torch.inf, torch.inf)
+    finite = largest.isfinite()
+    some = torch.where(finite, largest.clamp(min=LEAST_ROUNDED), LARGEST_FP8)
+    scaled = torch.where(finite.unsqueeze(-1), x.float() * (LARGEST_FP8 / some).unsqueeze(-1), 0.0)
+    return scaled.to(torch.float8_e4m3fn), torch.where(finite, some / LARGEST_FP8, torch.inf)
+
+
 def stored(cache: torch.Tensor, layout: KvLayout) -> torch.Tensor:
     """Returns blocks in the model's dtype, ``[num_blocks, kv_heads, layers, tiles, block_size, head_dim]``."""
     return dequantised(*layout.split(cache), layout.dtype) if layout.fp8 else cache

@@ -33,13 +33,32 @@ def scaled_down(x, exponent):
 @triton.jit
 def quantised(x, exponent):
     """Returns fp32 ``x`` as uint8. ``exponent`` is that of the row of each number."""
-    scaled = scaled_down(x, exponent)
+    return encoded(scaled_down(x, exponent))
+
+
+@triton.jit
+def encoded(scaled):
+    """Returns fp32 ``scaled``, whose sizes are at most 448, as uint8."""
     bits = scaled.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     # Both round to the nearest, ties to even: the second by adding 1.5 * 2 ** 23.
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - 960
     small = (bits.to(tl.float32, bitcast=True) * 512.0 + 12582912.0).to(tl.int32, bitcast=True) & 0xFF
     code = tl.where(bits < 1015021568, small, normal)
     return (code | ((scaled.to(tl.int32, bitcast=True) >> 24) & 0x80)).to(tl.uint8)
+
+
+@triton.jit
+def input_scales(largest):
+    """Returns the fp32 scales of inputs and what they are multiplied by, for the largest of their ``largest_bits``.
+
+    See ``reference.rounded_inputs``. Where a number is not finite, inputs are multiplied by 0.
+    """
+    finite = largest < 0x7F800000
+    # 2 ** -95, and 448.
+    some = tl.where(finite, tl.maximum(largest, 0x10000000), 0x43E00000).to(tl.float32, bitcast=True)
+    end = tl.full(some.shape, 448.0, tl.float32)
+    sizes = tl.where(finite, tl.div_rn(some, end), float("inf"))
+    return sizes, tl.where(finite, tl.div_rn(end, some), 0.0)
 
 
 @triton.jit

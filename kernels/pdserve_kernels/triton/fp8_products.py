@@ -1,7 +1,8 @@
 """Multiplies by weights in FP8 (``BlockFormat.FP8``) on the tensor cores that multiply FP8, as GPUs since sm_89 have.
 
-Rows are rounded to FP8 as keys and values are (``reference.quantised``): 128 numbers have one scale, as 128 numbers of
-a weight have. A tensor core adds 128 products; both scales apply to their sum, and fp32 has the sum of these.
+Rows are rounded to FP8 so that the largest of 128 numbers is exact (``reference.rounded_inputs``). They have one scale,
+as 128 numbers of a weight have. A tensor core adds 128 products; both scales apply to their sum, and fp32 has the sum
+of these.
 
 A row is rounded alone and always, whichever rows and however many are beside it: were only large steps rounded, a token
 would get other keys when it is decoded than when it is read again. Sums are taken in the same order in every step, too:
@@ -20,7 +21,7 @@ import triton.language as tl
 from pdserve_kernels.contract import BlockFormat
 from pdserve_kernels.triton.block_ops import COLUMNS, ROWS, TritonBlockLinear, add_parts
 from pdserve_kernels.triton.block_packing import PACKED_FORMS, PackedWeight
-from pdserve_kernels.triton.fp8 import largest_bits, quantised, scale_of, scaled_down, stored_exponent
+from pdserve_kernels.triton.fp8 import encoded, input_scales, largest_bits
 from pdserve_kernels.triton.paged_attention import launch_fitting
 
 _LEAST_CAPABILITY = (8, 9)
@@ -45,13 +46,10 @@ def multiplies_fp8(device: torch.device) -> bool:
 
 
 @triton.jit
-def rounded(values, exponent):
-    """Returns ``fp8.quantised`` of fp32 ``values`` as float8e4nv."""
-    if _BY_BITS:
-        result = quantised(values, exponent).to(tl.float8e4nv, bitcast=True)
-    else:
-        result = scaled_down(values, exponent).to(tl.float8e4nv)
-    return result
+def rounded(values, factor):
+    """Returns fp32 ``values`` times the ``factor`` of their row as float8e4nv."""
+    scaled = tl.where(factor > 0, values, 0.0) * factor
+    return encoded(scaled).to(tl.float8e4nv, bitcast=True) if _BY_BITS else scaled.to(tl.float8e4nv)
 
 
 @triton.jit
@@ -60,9 +58,9 @@ def _round_kernel(x, numbers, sizes, rows, apart, inputs, ROWS: tl.constexpr):
     there, group = row < rows, tl.program_id(1)
     at = row.to(tl.int64)[:, None] * inputs + group * _GROUP + tl.arange(0, _GROUP)[None, :]
     values = tl.load(x + at, mask=there[:, None], other=0.0).to(tl.float32)
-    exponent = stored_exponent(tl.max(largest_bits(values), 1))
-    tl.store(numbers + at, rounded(values, exponent[:, None]), mask=there[:, None])
-    tl.store(sizes + group * apart + row, scale_of(exponent))
+    size, factor = input_scales(tl.max(largest_bits(values), 1))
+    tl.store(numbers + at, rounded(values, factor[:, None]), mask=there[:, None])
+    tl.store(sizes + group * apart + row, size)
 
 
 @triton.jit
@@ -87,8 +85,8 @@ def fp8_products(
         values = tl.load(given + first, mask=there[None, :], other=0.0)
         if sizes is None:
             wide = values.to(tl.float32)
-            exponent = stored_exponent(tl.max(largest_bits(wide), 0))
-            size, numbers = scale_of(exponent), rounded(wide, exponent[None, :])
+            size, factor = input_scales(tl.max(largest_bits(wide), 0))
+            numbers = rounded(wide, factor[None, :])
         else:
             size = tl.load(sizes + first // _GROUP * apart + row)
             numbers = values
