@@ -97,6 +97,9 @@ MODEL
 timeout 390 "$PYTHON" -m pdserve bench engine --model "$model" --served-model-name 135M-shaped --device cuda \
     --batches 1,64 --contexts 1024 --chunks 512 --seconds 0.5 --copy-mib 4096 --json "$OUT/engine.json" || failed=1
 
+# gpt-oss-20b as it is, and the widths of DeepSeek V3 and Qwen3-30B-A3B with fewer layers.
+timeout 240 "$PYTHON" -m tests.gpu.whole_models --json "$OUT/whole.json" || failed=1
+
 # From one process's GPU memory to another's, at the size of an 8B model's blocks of 16 tokens.
 if [ -z "$nodes" ]; then
     timeout 120 "$PYTHON" -m pdserve bench transfer --memory cuda --block-kib 2048 --fetch-mib 256 --repeats 3 \
@@ -110,6 +113,6 @@ if [ -z "$nodes" ]; then
 fi
 
 echo "== verdict"
-"$PYTHON" -m tests.gpu.verdict "$OUT/engine.json" "$OUT/transfer.json" "$OUT/serving.json" \
+"$PYTHON" -m tests.gpu.verdict "$OUT/engine.json" "$OUT/whole.json" "$OUT/transfer.json" "$OUT/serving.json" \
     --out "$OUT/report.json" --tests "$OUT/tests.log" || failed=1
 exit $failed

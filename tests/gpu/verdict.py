@@ -69,6 +69,8 @@ class Target:
 
 
 PACKED = ("16 layers 8B-shaped in 4 bits", "16 layers 8B-shaped in FP8")
+WHOLE = ("gpt-oss-20b-shaped", "4 layers DeepSeek-V3-shaped", "8 layers Qwen3-30B-A3B-shaped")
+"""The models of ``whole_models``."""
 EXPERTS = "DeepSeek-V3's experts in FP8"
 TARGETS = (
     Target(
@@ -129,19 +131,20 @@ TARGETS = (
             1.4,
             Better.LOWER,
         )
-        for model in PACKED
+        for model in (*PACKED, *WHOLE)
         for batch in (1, 16, 64)
     ),
     *(
         Target(
-            f"prefill of 8192 tokens, {model}, share of the product rate",
+            f"prefill of {chunk} tokens, {model}, share of the product rate",
             "prefill step",
-            {"model": model, "chunk": 8192},
+            {"model": model, "chunk": chunk},
             "rate : matrix product",
             0.5,
             Better.HIGHER,
         )
-        for model in PACKED
+        for models, chunk in ((PACKED, 8192), (WHOLE, 4096))
+        for model in models
     ),
     *(
         Target(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import enum
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from math import prod
 from pathlib import Path
 from typing import Protocol
 
@@ -250,7 +251,7 @@ class Stored(enum.Enum):
 
 
 _GROUP = 128
-_QUANTISATION: Mapping[Stored, Mapping[str, object]] = {
+QUANTISATION: Mapping[Stored, Mapping[str, object]] = {
     Stored.INT4: {
         "quant_method": "compressed-tensors",
         "format": "pack-quantized",
@@ -278,17 +279,22 @@ def write_random_model(shape: Shape, folder: Path, stored: Stored = Stored.BF16)
         **asdict(shape),
     }
     if stored is not Stored.BF16:
-        config["quantization_config"] = _QUANTISATION[stored]
+        config["quantization_config"] = QUANTISATION[stored]
+    shards = (
+        {name: (size, stored if name.endswith("proj.weight") else Stored.BF16) for name, size in tensors.items()}
+        for tensors in _shards(shape)
+    )
+    write_shards(config, (random_tensors(shard) for shard in shards), folder)
+
+
+def write_shards(config: Mapping[str, object], shards: Iterable[Mapping[str, torch.Tensor]], folder: Path) -> None:
+    """Writes a Hugging Face folder, with one file for each of ``shards``."""
     (folder / "config.json").write_text(json.dumps(config))
-    numbers = torch.randn(_PATTERN, generator=torch.Generator().manual_seed(0))
     files = {}
-    for number, tensors in enumerate(_shards(shape)):
+    for number, tensors in enumerate(shards):
         file = f"model-{number:05}.safetensors"
-        made: dict[str, torch.Tensor] = {}
-        for name, size in tensors.items():
-            made |= _stored(name, numbers, size, stored if name.endswith("proj.weight") else Stored.BF16)
-        save_file(made, folder / file)
-        files.update(dict.fromkeys(made, file))
+        save_file(dict(tensors), folder / file)
+        files.update(dict.fromkeys(tensors, file))
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
 
 
@@ -316,6 +322,15 @@ def _shards(shape: Shape) -> Iterator[dict[str, tuple[int, ...]]]:
         yield {f"model.layers.{index}.{name}.weight": size for name, size in layer.items()}
 
 
+def random_tensors(weights: Mapping[str, tuple[tuple[int, ...], Stored]]) -> dict[str, torch.Tensor]:
+    """Returns the tensors of weights of these sizes, by name. The numbers of matrices have a deviation of some 0.02."""
+    numbers = torch.randn(_PATTERN, generator=torch.Generator().manual_seed(0))
+    made: dict[str, torch.Tensor] = {}
+    for name, (size, stored) in weights.items():
+        made |= _stored(name, numbers, size, stored)
+    return made
+
+
 def _stored(name: str, numbers: torch.Tensor, size: tuple[int, ...], stored: Stored) -> dict[str, torch.Tensor]:
     """Returns the tensors of one weight, whose numbers have a deviation of some 0.02."""
     if len(size) == 1:
@@ -324,20 +339,21 @@ def _stored(name: str, numbers: torch.Tensor, size: tuple[int, ...], stored: Sto
     groups = -(-inputs // _GROUP)
     match stored:
         case Stored.BF16:
-            return {name: _filled(numbers.mul(0.02).to(torch.bfloat16), size)}
+            return {name: filled(numbers.mul(0.02).to(torch.bfloat16), size)}
         case Stored.FP8:
             scales = torch.full((-(-outputs // _GROUP), groups), 0.02)
-            return {name: _filled(numbers.to(torch.float8_e4m3fn), size), f"{name}_scale_inv": scales}
+            return {name: filled(numbers.to(torch.float8_e4m3fn), size), f"{name}_scale_inv": scales}
         case Stored.INT4:
             # The bits of random numbers in fp32 are random where their last ones are.
             words = numbers.view(torch.int32) ^ numbers.view(torch.int32).roll(1) << 16
             return {
-                f"{name}_packed": _filled(words, (outputs, inputs // 8)),
+                f"{name}_packed": filled(words, (outputs, inputs // 8)),
                 f"{name}_scale": torch.full((outputs, groups), 0.004, dtype=torch.bfloat16),
                 f"{name}_shape": torch.tensor(size),
             }
 
 
-def _filled(pattern: torch.Tensor, size: tuple[int, ...]) -> torch.Tensor:
-    count = size[0] * size[1]
+def filled(pattern: torch.Tensor, size: tuple[int, ...]) -> torch.Tensor:
+    """Returns a tensor of ``size`` with the numbers of ``pattern``, ``[numbers]``, again and again."""
+    count = prod(size)
     return pattern.repeat(-(-count // len(pattern)))[:count].view(size)
