@@ -69,7 +69,7 @@ class RankThread:
         self._region = region
         self._died = died
         self._life = unseen_sign() if life is None else life
-        self._step = step
+        self._step = StepUnderWay() if step is None else step
         self._make_transport = transport
         self._ports: dict[int, Port] = {}
         self._unsent: deque[bytes] = deque()
@@ -104,6 +104,7 @@ class RankThread:
         channel = self._context.socket(zmq.PAIR)
         try:
             transport = self._make_transport()
+            transport.step = self._step
             try:
                 channel.bind(self._address)
                 self._started.set_result(None)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
@@ -38,9 +39,9 @@ log = logging.getLogger(__name__)
 
 _RANK_CHECK_POLL_S = 0.1
 _POLLS_A_TURN = 32
+"""The most polls of one link in a turn, because other links and the control channel wait meanwhile."""
 _TURN_S = 1e-3
-"""A link is polled so often at most in a turn, and not again after so long: other links, the control channel and a
-decode step wait meanwhile. One poll copies a few MiB."""
+"""Beside a decode step, which waits too, a link is not polled again after so long. One poll copies a few MiB."""
 
 
 class Port(Protocol):
@@ -78,6 +79,7 @@ class RankLink:
         self.reports: list[RankReport] = []
         self.transport_link: Link = transport.open_link(memory)
         self.broken = False
+        self._step = transport.step
         self._in_use = False
         self.reports.append(LinkOpened(number, self.transport_link.address))
 
@@ -89,7 +91,7 @@ class RankLink:
         return not self.broken and self.attempt(lambda: self._polled(poll))
 
     def _polled(self, poll: Callable[[], bool]) -> bool:
-        news, ends = False, time.monotonic() + _TURN_S
+        news, ends = False, time.monotonic() + _TURN_S if self._step.decodes else math.inf
         for _ in range(_POLLS_A_TURN):
             if not poll():
                 break

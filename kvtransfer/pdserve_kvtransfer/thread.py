@@ -175,7 +175,7 @@ class TransferThread:
         self._max_prompt_tokens = max_prompt_tokens
         self._reports_sent = reports_sent
         self._life = unseen_sign() if life is None else life
-        self._step = step
+        self._step = StepUnderWay() if step is None else step
         self._wake = wake
         self._make_transport = transport
         self._event_queue = EventQueue()
@@ -337,6 +337,7 @@ class TransferThread:
 
     def _serve(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
         transport = self._make_transport()
+        transport.step = self._step
         try:
             sides = self._open_sides(transport, context)
             try:

@@ -107,8 +107,21 @@ class Link(Protocol):
         """Ends everything in flight. From then on no memory of this link is read or written. Idempotent."""
 
 
+class StepUnderWay:
+    """Says whether requests decode in the step that this process computes, on the cores of the transfer thread.
+
+    Another thread may set it at any time.
+    """
+
+    def __init__(self) -> None:
+        self.decodes = False
+
+
 class Transport(Protocol):
     """The maker of links."""
+
+    step: StepUnderWay
+    """Says when links have to leave the core to a step. Whoever owns the thread may put another one here."""
 
     def open_link(self, memory: Memory) -> Link:
         """Returns a link for this memory. Raises TransferError, also if it cannot reach that kind of memory."""
@@ -127,16 +140,6 @@ _YIELDS = 5.0
 _LEAST_USED_S = 200e-6
 """So much CPU time is used between two pauses, of which each takes some itself."""
 _MOST_PAUSE_S = 20e-3
-
-
-class StepUnderWay:
-    """Says whether requests decode in the step that this process computes, on the cores of the transfer thread.
-
-    Another thread may set it at any time.
-    """
-
-    def __init__(self) -> None:
-        self.decodes = False
 
 
 class BusyPoll:

@@ -12,7 +12,7 @@ import msgspec
 
 from pdserve.errors import PeerLost
 from pdserve_kvtransfer.region import Memory, host_bytes
-from pdserve_kvtransfer.transport import ArrivedMessage, Link, LinkPath, MovedMessage, Transport
+from pdserve_kvtransfer.transport import ArrivedMessage, Link, LinkPath, MovedMessage, StepUnderWay, Transport
 
 
 class Fault(enum.Enum):
@@ -56,6 +56,7 @@ class FaultyTransport:
 
     inner: Transport
     injector: Injector
+    step: StepUnderWay = field(default_factory=StepUnderWay)
 
     def open_link(self, memory: Memory) -> Link:
         own = host_bytes(memory)

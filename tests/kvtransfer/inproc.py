@@ -12,7 +12,7 @@ from pdserve.errors import PeerLost, TransferError
 from pdserve.wire.discovery import TransportKind
 from pdserve.wire.ids import new_id
 from pdserve_kvtransfer.region import Memory, host_bytes
-from pdserve_kvtransfer.transport import DISCARD, ArrivedMessage, LinkPath, MovedMessage
+from pdserve_kvtransfer.transport import DISCARD, ArrivedMessage, LinkPath, MovedMessage, StepUnderWay
 
 
 @dataclass(slots=True, eq=False)
@@ -195,6 +195,7 @@ class InprocTransport:
     def __init__(self, fabric: Fabric) -> None:
         self._fabric = fabric
         self.links: list[InprocLink] = []
+        self.step = StepUnderWay()
 
     def open_link(self, memory: Memory) -> InprocLink:
         own = host_bytes(memory)

@@ -19,7 +19,7 @@ from pdserve.liveness import LifeBoard, LifeWatch, loop_names, motion_of, transf
 from pdserve.process import SWITCH_INTERVAL_S
 from pdserve.wire.ids import TransferId, new_id
 from pdserve.wire.sampling_params import SampledToken
-from pdserve_kvtransfer import transport
+from pdserve_kvtransfer import ranks, transport
 from pdserve_kvtransfer.configuration import configured_ucx, side_settings
 from pdserve_kvtransfer.events import FetchLanded, FirstTokenArrived, PushWanted, TransferThreadDied
 from pdserve_kvtransfer.thread import TransferThread
@@ -231,6 +231,9 @@ class ThreadTime:
     def thread_time(self) -> float:
         return self.used
 
+    def monotonic(self) -> float:
+        return self.used + self.slept
+
     def sleep(self, seconds: float) -> None:
         self.slept += seconds
 
@@ -251,6 +254,23 @@ def test_a_thread_that_moves_blocks_leaves_most_of_its_core_to_a_step_that_decod
             assert poll.again(True, True, 0.0)
         used = time.used - began
         assert (4 * used < time.slept <= 5 * used) if decodes else not time.slept
+
+
+def test_a_link_is_polled_for_a_short_time_only_beside_a_step_that_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    time = ThreadTime()
+    monkeypatch.setattr(ranks, "time", time)
+    made = InprocTransport(Fabric())
+    link = ranks.RankLink(1, made, memoryview(bytearray(64)))
+    polls = {True: 0, False: 0}
+
+    def poll() -> bool:
+        time.used += 0.6e-3
+        polls[made.step.decodes] += 1
+        return True
+
+    for made.step.decodes in polls:
+        assert link.turn(poll)
+    assert 1 < polls[True] < 4 < polls[False]
 
 
 def test_blocks_land_while_a_step_decodes() -> None:

@@ -23,7 +23,7 @@ from pdserve.errors import TransferError
 from pdserve.wire.discovery import TransportKind
 from pdserve.wire.transfer import LinkAddress, MemoryOffer
 from pdserve_kvtransfer.region import Memory
-from pdserve_kvtransfer.transport import ArrivedMessage, LinkPath, MovedMessage
+from pdserve_kvtransfer.transport import ArrivedMessage, LinkPath, MovedMessage, StepUnderWay
 from pdserve_kvtransfer.ucx.rdma_ports import read_rdma, why_no_rdma
 from pdserve_kvtransfer.ucx.ucx_library import (
     LIBUCP,
@@ -276,6 +276,7 @@ class UcxTransport:
         make_poster: MakePoster = UcxxPoster,
     ) -> None:
         tls = allowed_transports(tls or os.environ.get("UCX_TLS", ""))
+        self.step = StepUnderWay()
         self._ucx = load_ucxx()
         self._loaded = loaded_ucx()
         log.info("%s moves KV blocks", self._loaded)

@@ -17,7 +17,7 @@ from lab.simulation.machine.virtual_time import present_process
 from pdserve.errors import PeerLost, TransferError
 from pdserve.wire.discovery import TransportKind
 from pdserve_kvtransfer.region import Memory, host_bytes
-from pdserve_kvtransfer.transport import DISCARD, ArrivedMessage, LinkPath, MovedMessage
+from pdserve_kvtransfer.transport import DISCARD, ArrivedMessage, LinkPath, MovedMessage, StepUnderWay
 
 SLOW_S = 0.4
 """By how much messages to a rank whose way is slow come later."""
@@ -257,6 +257,7 @@ class LinkTransport:
         self._fabric = fabric
         self._rank = rank
         self._links: list[SimLink] = []
+        self.step = StepUnderWay()
 
     def open_link(self, memory: Memory) -> SimLink:
         own = host_bytes(memory)
