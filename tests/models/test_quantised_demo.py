@@ -46,8 +46,8 @@ def test_blocks_choose_the_tokens_of_the_dequantised_weights(demo_model: Path, t
     answers = continued(runner(folder, kernels, blocks=False), prompts)
     kept = choices(runner(folder, kernels, blocks=True), prompts, answers)
     same = (torch.tensor(kept) == torch.tensor(answers)).float().mean()
-    # Measured on two machines: 0.938 to 0.990. Where two tokens are nearly as likely, rounding inputs to bytes decides
-    # between them, and one token of 192 is 0.005.
+    # Measured on two machines: 0.938 to 0.990, and of 768 tokens of 16 texts 0.953 to 0.984. Where two tokens are
+    # nearly as likely, rounding inputs to bytes decides between them, and one token of 192 is 0.005.
     assert same >= 0.92
 
 
