@@ -26,7 +26,7 @@ from pdserve.models.tp.shares import ALONE, TpGroup
 from pdserve.settings import cache_folder
 from pdserve_kernels.cpu.compiled_kernels import CompiledKernels
 from tests.engine.started_ranks import engine_config
-from tests.models.unsummed import Unsummed
+from tests.models.unsummed import Ungathered
 from tests.tiny_gguf import save_tiny_gguf
 from tests.tiny_models import save_tiny_model
 
@@ -75,13 +75,6 @@ def logits(config: EngineConfig, group: TpGroup = ALONE) -> torch.Tensor:
     others = other_tables(runner.cache.groups[1:], range(4), 0)
     found = runner.run([StepRow(PROMPT, 0, range(4), True, others=others)]).clone()
     return torch.cat([found, runner.run([StepRow([7], len(PROMPT), range(4), True, others=others)])])
-
-
-class Ungathered(Unsummed):
-    """One rank, which takes its part of the sums and of the logits for the whole."""
-
-    def gather(self, x: torch.Tensor) -> torch.Tensor:
-        return x
 
 
 def packs() -> bool:

@@ -96,7 +96,7 @@ def ledger(tmp_path: Path) -> Iterator[CoreLedger]:
 IN_A_PROCESS = pytest.mark.parametrize(
     "neighbour", [(), nightly(IN_CONTAINER)], ids=["process", "container"], indirect=True
 )
-"""For tests in which nothing depends on whether a container's process is there: others show that it is seen."""
+"""It is for tests in which nothing depends on whether a container's process is there. Others show that it is seen."""
 
 
 @pytest.fixture(params=[nightly(()), IN_CONTAINER], ids=["process", "container"])

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import subprocess
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,6 +14,7 @@ from pdserve.config import TpBackend
 from pdserve.errors import ModelError
 from pdserve.models.tp.shares import TpGroup, kv_share, share, vocab_part, vocab_share
 from tests.models.rank_program import Case, Result
+from tests.models.unsummed import Ungathered
 from tests.processes import lean_torch_command
 from tests.tiny_models import Reference, random_prompt, save_tiny_model
 
@@ -26,34 +25,8 @@ NEW_TOKENS = 6
 PROMPTS = [random_prompt(length, seed=length) for length in (6, 17, 40)]
 
 
-@dataclass(frozen=True)
-class Place:
-    """A rank that computes nothing."""
-
-    rank: int
-    size: int
-
-    def begin_step(self) -> None:
-        pass
-
-    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        return x
-
-    def gather(self, x: torch.Tensor) -> torch.Tensor:
-        return x
-
-    def finish_step(self) -> None:
-        pass
-
-    def warmed_up(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
 def everyone(size: int) -> list[TpGroup]:
-    return [Place(rank, size) for rank in range(size)]
+    return [Ungathered(rank, size) for rank in range(size)]
 
 
 @given(st.integers(1, 16), st.integers(1, 50))
@@ -67,7 +40,7 @@ def test_equal_shares_are_all_of_it(size: int, each: int) -> None:
 def test_a_vocabulary_of_any_size_is_split(size: int, vocab_size: int) -> None:
     parts = [vocab_share(rank, vocab_size) for rank in everyone(size)]
     assert [i for part in parts for i in range(part.start, part.stop)] == list(range(vocab_size))
-    largest = vocab_part(Place(0, size), vocab_size)
+    largest = vocab_part(Ungathered(0, size), vocab_size)
     assert all(0 <= part.stop - part.start <= largest for part in parts)
 
 
@@ -88,11 +61,11 @@ def test_what_does_not_divide_is_named() -> None:
     with pytest.raises(
         ModelError, match=r"--tensor-parallel-size 4 does not divide the model's 6 attention heads; .*\[1, 2, 3, 6\]"
     ):
-        share(Place(0, 4), 6, "attention heads")
+        share(Ungathered(0, 4), 6, "attention heads")
     with pytest.raises(
         ModelError, match="--tensor-parallel-size 3 neither divides the model's 2 KV heads nor is a multiple of them"
     ):
-        kv_share(Place(0, 3), 6, 2)
+        kv_share(Ungathered(0, 3), 6, 2)
 
 
 @pytest.fixture(scope="module")

@@ -31,3 +31,10 @@ class Unsummed:
 
     def close(self) -> None:
         pass
+
+
+class Ungathered(Unsummed):
+    """One rank, which takes its part of the sums and of the logits for the whole."""
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        return x

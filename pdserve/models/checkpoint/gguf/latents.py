@@ -38,7 +38,7 @@ OF_INDEXERS = {
 }
 """The fields of an ``IndexRecipe``."""
 INDEXER_TYPES = "attention.indexer.types"
-"""For each layer, whether it has an indexer of its own."""
+"""The key says for each layer whether it has an indexer of its own."""
 OF_ATTENTION = {"attn_q": "query", "attn_kv_a_mqa": "key", "attn_kv_b": "value", "attn_output": "out"}
 """The fields of an ``AttentionRecipe``."""
 KEY_UP, VALUE_UP = "self_attn.k_b_proj", "self_attn.v_b_proj"
