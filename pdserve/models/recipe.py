@@ -241,6 +241,10 @@ class AttentionRecipe:
     """How keys and values come from latents, if they do."""
     gated: bool = False
     """Whether ``query`` has a gate behind each head's query, whose sigmoid the head's output is multiplied by."""
+    value_dim: int | None = None
+    """The channels of a value, if a head's key has more. The cache has as many of both: the others are 0."""
+    value_scale: float = 1.0
+    """What such values are multiplied by."""
 
     @property
     def norms_apart(self) -> bool:

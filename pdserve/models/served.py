@@ -36,7 +36,6 @@ NOT_YET: dict[str, str] = {
         "sparse attention": ("deepseek_v4", "minimax_m3_vl"),
         "linear attention": ("bailing_hybrid", "kimi_linear", "minimax", "olmo_hybrid"),
         "states": (*("falcon_mamba", "mamba", "recurrent_gemma", "rwkv", "xlstm", "zamba", "zamba2"),),
-        "attention sinks": ("mimo_v2_flash",),
         "low-rank residuals": ("gemma3n", "gemma3n_text"),
     }.items()
     for model_type in model_types
@@ -116,8 +115,10 @@ def _attention(layers: Sequence[LayerRecipe], cap: float | None) -> Iterator[str
     windows = sum(part.window is not None for part in parts)
     if windows:
         yield f"{'chunks' if any(part.chunked for part in parts) else 'windows'} {_share(layers, windows)}"
-    if first.sinks:
+    if any(part.sinks for part in parts):
         yield "sinks"
+    if first.value_dim is not None:
+        yield "values narrower than keys"
     if first.fused:
         yield "one tensor for queries, keys and values"
     if first.biased:

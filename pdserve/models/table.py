@@ -35,6 +35,7 @@ from pdserve.models.families.glm import (
     Glm4vMoeTextSettings,
     Glm4vTextSettings,
     GlmSettings,
+    MimoV2FlashSettings,
     SarvamMoeSettings,
     SolarOpenSettings,
 )
@@ -146,6 +147,7 @@ FAMILIES: dict[str, type[FamilySettings]] = {
     "glm4_moe": Glm4MoeSettings,
     "solar_open": SolarOpenSettings,
     "sarvam_moe": SarvamMoeSettings,
+    "mimo_v2_flash": MimoV2FlashSettings,
     "olmo": OlmoSettings,
     "olmo2": Olmo2Settings,
     "olmo3": Olmo3Settings,

@@ -202,6 +202,7 @@ NO_OWN_DEFAULT: dict[str, dict[str, Any]] = {
     "glm4_moe": {"head_dim": 128},
     "gptj": {"rotary_dim": 8},
     "mamba2": {"hidden_size": 64, "num_heads": 8, "head_dim": 16},
+    "mimo_v2_flash": {"num_key_value_heads": 2},
 }
 """What files of these families cannot leave out, or not in small shapes."""
 
@@ -274,6 +275,29 @@ def test_a_sarvam_with_latents_has_another_name_for_yarn() -> None:
         for kind in ("deepseek_yarn", "yarn")
     )
     assert found == wanted != settings_from_values("sarvam_mla", {}).recipe()
+
+
+def test_a_mimo_may_have_the_names_of_its_own_code() -> None:
+    names: dict[str, object] = {
+        "sliding_window": 128,
+        "sliding_window_size": 128,
+        "routed_scaling_factor": None,
+        "hybrid_layer_pattern": [0, 1, 1, 1, 1, 0, 1],
+        "moe_layer_freq": [0, 1, 1, 1, 1, 1, 1],
+        "swa_num_attention_heads": 64,
+        "swa_num_key_value_heads": 8,
+        "swa_head_dim": 192,
+        "swa_v_head_dim": 128,
+        "rope_theta": 5_000_000,
+        "swa_rope_theta": 10_000,
+        "add_swa_attention_sink_bias": True,
+        "add_full_attention_sink_bias": False,
+        "layernorm_epsilon": 1e-5,
+    }
+    named, ours = (settings_from_values("mimo_v2_flash", {"num_hidden_layers": 7} | own) for own in (names, {}))
+    named.check()
+    assert named.recipe() == ours.recipe()
+    assert named.windows() == (None, 129, 129, 129, 129, None, 129)
 
 
 def test_a_sarvam_has_other_names_for_three_settings() -> None:

@@ -27,6 +27,10 @@ GPT: dict[str, Any] = {"vocab_size": 512, "n_embd": 60, "n_layer": 3, "n_head": 
 GPT |= {"initializer_range": 0.4, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2}
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3}
 DEEPSEEK_EXPERTS = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+MIMO: dict[str, Any] = SHAPE | DEEPSEEK_EXPERTS | {"head_dim": 12, "v_head_dim": 8, "attention_value_scale": 0.6}
+MIMO |= {"num_attention_heads": 8, "n_group": 4, "topk_group": 2, "sliding_window": WINDOW, "layer_types": KINDS}
+MIMO |= {"mlp_layer_types": ["dense", "sparse", "sparse"], "routed_scaling_factor": 1.5}
+"""Values are narrower than keys, a third of which are turned, and layers with windows have twice the KV heads."""
 CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0}
 """Bounds that many scores and logits of a random model come near."""
 GRANITE = {"attention_multiplier": 0.2, "embedding_multiplier": 3.0, "residual_multiplier": 0.7, "logits_scaling": 2.0}
@@ -252,6 +256,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         HEADS
         | {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "num_shared_experts": 2}
         | {"n_group": 4, "topk_group": 2, "sliding_window": WINDOW, "layer_types": KINDS},
+    ),
+    "mimo": ("mimo_v2_flash", MIMO),
+    "mimo-dense": (
+        "mimo_v2_flash",
+        MIMO | {"mlp_layer_types": ["dense"] * 3, "attention_value_scale": None, "attention_bias": True},
     ),
     "seed-oss": ("seed_oss", SHAPE | {"attention_out_bias": True}),
     "ernie": ("ernie4_5", SHAPE),

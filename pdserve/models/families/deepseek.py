@@ -56,7 +56,7 @@ class RoutedSettings(Protocol):
     @property
     def moe_intermediate_size(self) -> int: ...
     @property
-    def routed_scaling_factor(self) -> float: ...
+    def routed_scaling_factor(self) -> float | None: ...
     @property
     def n_group(self) -> int: ...
     @property
@@ -66,8 +66,9 @@ class RoutedSettings(Protocol):
 
 
 def routed(settings: RoutedSettings) -> ExpertsRecipe:
-    """Returns DeepSeek V3's experts: chosen by corrected scores, in groups, beside a shared one."""
-    channels = settings.moe_intermediate_size
+    """Returns DeepSeek V3's experts: chosen by corrected scores, in groups, beside a shared one if there is one."""
+    channels, scale = settings.moe_intermediate_size, settings.routed_scaling_factor
+    shared = channels * settings.n_shared_experts
     return ExpertsRecipe(
         settings.n_routed_experts,
         settings.num_experts_per_tok,
@@ -78,9 +79,9 @@ def routed(settings: RoutedSettings) -> ExpertsRecipe:
         precise_router=True,
         groups=settings.n_group,
         chosen_groups=settings.topk_group,
-        scale=settings.routed_scaling_factor,
+        scale=1.0 if scale is None else scale,
         smallest_sum=1e-20,
-        shared=gated("mlp.shared_experts", channels * settings.n_shared_experts),
+        shared=gated("mlp.shared_experts", shared) if shared else None,
     )
 
 

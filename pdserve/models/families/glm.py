@@ -11,7 +11,7 @@ from typing import ClassVar
 import msgspec
 
 from pdserve.errors import ModelError
-from pdserve.models.families.deepseek import routed, with_experts
+from pdserve.models.families.deepseek import DENSE, SPARSE, check_kinds, routed, with_experts
 from pdserve.models.families.settings import (
     FULL,
     HEAD_NORMS,
@@ -21,7 +21,9 @@ from pdserve.models.families.settings import (
     SLIDING,
     Count,
     FamilySettings,
+    RotarySettings,
     draft_layer,
+    rotary_of,
     windows_of,
 )
 from pdserve.models.recipe import (
@@ -33,6 +35,7 @@ from pdserve.models.recipe import (
     MlpRecipe,
     ModelRecipe,
     NormOrder,
+    Rotary,
 )
 
 GLM4_NORMS = ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm")
@@ -197,6 +200,129 @@ class Dots1Settings(Glm4MoeSettings, kw_only=True):
             for index in range(self.num_hidden_layers)
         ]
         return windows_of(self.layer_types, usual, self.num_hidden_layers, window)
+
+
+class MimoV2FlashSettings(FamilySettings, kw_only=True):
+    """Xiaomi's MiMo V2 Flash: DeepSeek V3's experts, values narrower than keys, and windows with sinks.
+
+    Layers with windows have twice the KV heads. Its own code has names for what transformers takes for granted
+    (``swa_head_dim`` and others): a file that has them has to say the same.
+    """
+
+    models: ClassVar[str] = "MiMo V2 Flash"
+    partly_turned: ClassVar[bool] = True
+    turned_part: ClassVar[float] = 0.334
+    vocab_size: Count = 152_576
+    intermediate_size: Count = 16_384
+    num_hidden_layers: Count = 48
+    num_attention_heads: Count = 64
+    num_key_value_heads: Count | None = 4
+    head_dim: Count | None = 192
+    v_head_dim: Count = 128
+    max_position_embeddings: Count = 131_072
+    rms_norm_eps: float = 1e-5
+    eos_token_id: int | list[int] | None = None
+    sliding_window: Count = 129
+    sliding_window_size: int | None = None
+    layer_types: list[str] | None = None
+    mlp_layer_types: list[str] | None = None
+    attention_value_scale: float | None = 0.707
+    n_routed_experts: Count = 256
+    num_experts_per_tok: Count = 8
+    moe_intermediate_size: Count = 2048
+    routed_scaling_factor: float | None = 1.0
+    n_group: Count = 1
+    topk_group: Count = 1
+    norm_topk_prob: bool = True
+    hybrid_layer_pattern: list[int] | None = None
+    moe_layer_freq: list[int] | None = None
+    swa_num_attention_heads: int | None = None
+    swa_num_key_value_heads: int | None = None
+    swa_head_dim: int | None = None
+    swa_v_head_dim: int | None = None
+    swa_rope_theta: float | None = None
+    add_swa_attention_sink_bias: bool | None = None
+    add_full_attention_sink_bias: bool | None = None
+    layernorm_epsilon: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.sliding_window_size is not None:  # It does not count the newest token.
+            self.sliding_window = self.sliding_window_size + 1
+
+    @property
+    def n_shared_experts(self) -> int:
+        return 0
+
+    def check(self) -> None:
+        super().check()
+        heads, most = self.num_attention_heads, self.kv_heads() * 2
+        if heads % most:
+            raise ModelError(f"{heads} heads cannot share the {most} KV heads of layers with windows")
+        if self.v_head_dim > self.head_size():
+            raise ModelError(f"v_head_dim {self.v_head_dim} is above head_dim, {self.head_size()}")
+        if self.rope_scaling is not None:
+            raise ModelError("rope_scaling of a MiMo V2 is not supported; rope_parameters is")
+        check_kinds(self.kinds(), self.num_hidden_layers)
+        for name, used in self._taken_for_granted().items():
+            given = getattr(self, name)
+            if given is not None and given != used:
+                raise ModelError(f"{name} {given!r} is not supported; with the other settings it has to be {used!r}")
+
+    def _taken_for_granted(self) -> dict[str, object]:
+        """Returns what the names of the family's own code have to say."""
+        return {
+            "hybrid_layer_pattern": [int(window is not None) for window in self.windows()],
+            "moe_layer_freq": [int(kind == SPARSE) for kind in self.kinds()],
+            "swa_num_attention_heads": self.num_attention_heads,
+            "swa_num_key_value_heads": self.kv_heads() * 2,
+            "swa_head_dim": self.head_size(),
+            "swa_v_head_dim": self.v_head_dim,
+            "rope_theta": self._turning(full=True).theta,
+            "swa_rope_theta": self._turning(full=False).theta,
+            "add_swa_attention_sink_bias": True,
+            "add_full_attention_sink_bias": False,
+            "layernorm_epsilon": self.rms_norm_eps,
+        }
+
+    def biases(self) -> frozenset[str]:
+        return QKV if self.attention_bias else NONE
+
+    def turned_channels(self) -> int | None:
+        return None  # each kind of layer has its own
+
+    def kinds(self) -> list[str]:
+        return self.mlp_layer_types or [DENSE] + [SPARSE] * (self.num_hidden_layers - 1)
+
+    def windows(self) -> tuple[int | None, ...]:
+        usual = [SLIDING if index and (index + 1) % 6 else FULL for index in range(self.num_hidden_layers)]
+        return windows_of(self.layer_types, usual, self.num_hidden_layers, self.sliding_window)
+
+    def _turning(self, *, full: bool) -> Rotary:
+        both, theta = self.rope_parameters, 5_000_000.0 if full else 10_000.0
+        found = RotarySettings() if both is None else both.full_attention if full else both.sliding_attention
+        if found is None:
+            raise ModelError(f"rope_parameters has nothing for {FULL if full else SLIDING!r}")
+        part = self.turned_part if found.partial_rotary_factor is None else found.partial_rotary_factor
+        return rotary_of(found, theta, self.max_position_embeddings, int(self.head_size() * part))
+
+    def rotary_of_layer(self, index: int) -> Rotary:
+        return self._turning(full=self.windows()[index] is None)
+
+    def attention(self, index: int) -> AttentionRecipe:
+        windowed, scale = self.windows()[index] is not None, self.attention_value_scale
+        return replace(
+            super().attention(index),
+            kv_heads=self.kv_heads() * (2 if windowed else 1),
+            sinks="self_attn.attention_sink_bias" if windowed else "",
+            value_dim=self.v_head_dim,
+            value_scale=1.0 if scale is None else scale,
+        )
+
+    def feed_forward(self, index: int) -> FeedForwardRecipe:
+        return routed(self) if self.kinds()[index] == SPARSE else self.mlp()
+
+    def recipe(self) -> ModelRecipe:
+        return replace(super().recipe(), unused=("model.mtp.",))
 
 
 class Glm4vTextSettings(Glm4Settings, kw_only=True):

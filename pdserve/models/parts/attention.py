@@ -31,6 +31,8 @@ class SelfAttention:
         self._index, self._kernels = index, building.kernels
         self._window, self._chunked = recipe.window, recipe.chunked
         self._head_dim = config.head_dim
+        self._value_dim, self._value_scale = recipe.value_dim or config.head_dim, recipe.value_scale
+        assert self._value_dim == config.head_dim or not (recipe.gated or recipe.fused or recipe.norms_apart)
         heads = share(tp, config.heads, "attention heads")
         kv_heads = kv_share(tp, config.heads, config.kv_heads)
         self._kv_heads = kv_heads.stop - kv_heads.start
@@ -40,8 +42,8 @@ class SelfAttention:
         assert recipe.value or self._order is None, "values that are keys have the order of the checkpoint"
         parts = _projections(config, recipe, prefix, heads, kv_heads, self._order)
         self._qkv = column_parallel(building, config.hidden_size, parts)
-        whole = (config.hidden_size, config.heads * config.head_dim)
-        columns, biased = spread(heads, config.head_dim), recipe.out in recipe.biased
+        whole = (config.hidden_size, config.heads * self._value_dim)
+        columns, biased = spread(heads, self._value_dim), recipe.out in recipe.biased
         self._out = RowParallel(
             building, prefix + recipe.out, whole, columns, biased=biased, transposed=recipe.transposed
         )
@@ -60,7 +62,7 @@ class SelfAttention:
     def __call__(self, x: torch.Tensor, tables: PositionTables, attention: Attention) -> torch.Tensor:
         """Maps ``x``, normalised ``[tokens, hidden_size]``, to the same shape."""
         tokens = x.shape[0]
-        qkv = self._qkv(x).view(tokens, -1, self._head_dim)
+        qkv = self._by_head(self._qkv(x))
         gate, qkv = qkv[:, : self._gates], qkv[:, self._gates :]
         if self._apart is None:
             if tables.query_scale is not None:
@@ -80,7 +82,18 @@ class SelfAttention:
             attended = self._attended(qkv, tables, attention, self._apart)
         if self._gates:
             attended = gated(self._kernels, gate, attended, Activation.SIGMOID)
+        if self._value_dim != self._head_dim:
+            attended = attended.view(tokens, -1, self._head_dim)[..., : self._value_dim]
         return self._out(attended.reshape(tokens, -1))
+
+    def _by_head(self, qkv: torch.Tensor) -> torch.Tensor:
+        """Returns what is projected as ``[tokens, heads, head_dim]``, with zeros behind values that are narrower."""
+        tokens, dim = qkv.shape[0], self._head_dim
+        if self._value_dim == dim:
+            return qkv.view(tokens, -1, dim)
+        query_key, value = torch.split(qkv, [qkv.shape[1] - (size := self._kv_heads * self._value_dim), size], 1)
+        value = value.view(tokens, -1, self._value_dim) * self._value_scale
+        return torch.cat((query_key.view(tokens, -1, dim), F.pad(value, (0, dim - self._value_dim))), 1)
 
     def _attended(
         self, qkv: torch.Tensor, tables: PositionTables, attention: Attention, steps: _StepsApart
@@ -244,7 +257,8 @@ def _projections(
     for part, (name, range_of, count) in enumerate(zip(names, mine, counts, strict=True)):
         if not name or (part != QUERY and recipe.kv_from is not None):
             continue
-        wanted: Rows = spread(range_of, dim)
+        channels = dim if part != VALUE else recipe.value_dim or dim
+        wanted: Rows = spread(range_of, channels)
         if order is not None and part != VALUE:
             wanted = tuple(head * dim + channel for head in range(range_of.start, range_of.stop) for channel in order)
         if recipe.gated and part == QUERY:
@@ -253,7 +267,7 @@ def _projections(
             gates = [(2 * head + 1) * dim + channel for head in heads_here for channel in range(dim)]
             count *= 2
             wanted = (*gates, *(2 * head * dim + channel for head in heads_here for channel in own))
-        found.append(Projection(prefix + name, count * dim, wanted, name in recipe.biased, recipe.transposed))
+        found.append(Projection(prefix + name, count * channels, wanted, name in recipe.biased, recipe.transposed))
     return found
 
 
