@@ -205,6 +205,7 @@ def test_ranks_take_their_share(tiny: Path, tmp_path: Path, name: str, size: int
         pytest.param("deepseek-v32", "fp8-blocks", marks=pytest.mark.nightly),
         pytest.param("minimax-m2", "fp8-blocks", marks=pytest.mark.nightly),
         pytest.param("glm4-moe", "fp8-blocks", marks=pytest.mark.nightly),
+        pytest.param("mimo", "fp8-blocks", marks=pytest.mark.nightly),
         pytest.param("gpt2", "modelopt-fp8", marks=pytest.mark.nightly),
         pytest.param("qwen3-next", "ct-fp8", marks=pytest.mark.nightly),
     ],
