@@ -151,6 +151,7 @@ MORE = (
     "gpt-oss",
     "llama",
     "llama4",
+    "mimo",
     "qwen3",
     "qwen3-5",
     "phimoe",
