@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import msgspec
@@ -14,11 +16,13 @@ from pdserve.config import NodeConfig
 from pdserve.wire.discovery import Role
 from pdserve.wire.engine import Abort, Submit, ToEngine
 from tests.eventually import eventually
+from tests.forks import Forks, forks_of
 from tests.processes import Process, clean_environ, running
 
 MODEL = "scripted"
 WAIT_S = 10.0
 JOURNAL = "engine.journal"
+_LOADED_LATER = ()
 
 
 @dataclass(frozen=True)
@@ -59,17 +63,31 @@ class NodeUnderTest:
         eventually(done)
 
 
-def node_command(config: NodeConfig, model_dir: Path, folder: Path, role: Role = Role.MIXED) -> list[str]:
-    """Returns the command of a node with a scripted engine, whose journal is in ``folder``."""
-    encoded = msgspec.json.encode(config).decode()
-    journal = str(folder / JOURNAL)
-    return [sys.executable, "-m", "tests.api.scripted_node", role.value, encoded, str(model_dir), journal]
+@cache
+def forks() -> Forks:
+    """Returns what starts nodes and scripted engines as forks. It ends with the tests."""
+    stack = ExitStack()
+    atexit.register(stack.close)
+    return stack.enter_context(forks_of("tests.api.scripted_node", "tests.api.scripted_engine", *_LOADED_LATER))
+
+
+def node_command(
+    config: NodeConfig, model_dir: Path, folder: Path, role: Role = Role.MIXED, *, forked: bool = True
+) -> list[str]:
+    """Returns the command of a node with a scripted engine, whose journal is in ``folder``.
+
+    It is a fork, unless the test asks the system about the process.
+    """
+    given = role.value, msgspec.json.encode(config).decode(), str(model_dir), str(folder / JOURNAL)
+    if forked:
+        return forks().command("tests.api.scripted_node", *given, forks().socket)
+    return [sys.executable, "-m", "tests.api.scripted_node", *given]
 
 
 @contextmanager
 def scripted_node(
-    config: NodeConfig, model_dir: Path, folder: Path, role: Role = Role.MIXED
+    config: NodeConfig, model_dir: Path, folder: Path, role: Role = Role.MIXED, *, forked: bool = True
 ) -> Iterator[NodeUnderTest]:
     """Yields a running node, and ends it at the end of the block."""
-    with running(node_command(config, model_dir, folder, role), clean_environ()) as process:
+    with running(node_command(config, model_dir, folder, role, forked=forked), clean_environ()) as process:
         yield NodeUnderTest(process, process.listening().url, folder / JOURNAL)

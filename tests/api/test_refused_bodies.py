@@ -39,7 +39,7 @@ REFUSED: list[tuple[str, dict[str, object]]] = [
 def roomy(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeUnderTest]:
     """Yields a node that takes bodies of the default size."""
     config = NodeConfig(model=ModelConfig(served_model_name=MODEL))
-    with scripted_node(config, model_dir, tmp_path_factory.mktemp("roomy")) as running:
+    with scripted_node(config, model_dir, tmp_path_factory.mktemp("roomy"), forked=False) as running:
         yield running
 
 

@@ -7,14 +7,16 @@ import os
 import shutil
 import socket
 import subprocess
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from huggingface_hub import hf_hub_download, scan_cache_dir
 
 from pdserve.models.table import FAMILIES
+from pdserve.process import python_program
 from tests.cli import in_process
+from tests.forks import Forks, forks_of
 from tests.hub.fake_hub import FakeHub, Repository
 from tests.nightly import nightly
 from tests.processes import clean_environ, pdserve
@@ -26,12 +28,28 @@ WEIGHTS = "model.safetensors"
 TOKEN = "hf_of_the_tests"
 
 
+@pytest.fixture(scope="module")
+def forks() -> Iterator[Forks]:
+    """Yields what starts processes that fetch models, and ``pdserve models``."""
+    with forks_of(
+        "pdserve.cli.main", "pdserve.cli.models", "pdserve.hub.selection", "huggingface_hub.hf_api"
+    ) as running:
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def _forked(forks: Forks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has models fetched by forks. What the tests start by ``pdserve`` fetches them as it always does."""
+    monkeypatch.setattr("pdserve.hub.finding.python_program", forks.command)
+    monkeypatch.setattr(f"{__name__}.python_program", forks.command)
+
+
 def call(environ: dict[str, str], *argv: str) -> subprocess.CompletedProcess[str]:
     """Runs a command, in this process where huggingface_hub, which reads its environment once, is loaded by another."""
     if argv[0] != "models":
         return in_process.call(*argv, **environ)
     return subprocess.run(
-        [sys.executable, "-P", "-m", "pdserve", *argv],
+        python_program("pdserve", *argv),
         env=clean_environ(**environ),
         capture_output=True,
         text=True,
