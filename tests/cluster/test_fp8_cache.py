@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -23,6 +23,7 @@ from tests.faults.test_node_death import kill
 from tests.models.greedy import greedy_tokens
 from tests.models.grouped_runner import GroupedRunner
 from tests.models.tiny_families import save_tiny_chat_family
+from tests.nightly import nightly
 from tests.tiny_models import random_prompt, save_tiny_chat_model
 
 FP8 = ("--kv-cache-dtype", "fp8")
@@ -47,13 +48,22 @@ def pair(sources: int, targets: int, *flags: str) -> Pair:
     return (sources, (*FP8, *flags)), (targets, FP8)
 
 
-PAIRS = {
-    "two ranks send to one": pair(2, 1),
+def staged(sources: int, targets: int) -> Pair:
+    return (sources, (*FP8, *STAGED)), (targets, (*FP8, *STAGED))
+
+
+PAIRS = {"two ranks send to one": pair(2, 1), "through host memory to two": staged(1, 2)}
+MORE_PAIRS = {
+    "one rank each": pair(1, 1),
+    "two ranks each": pair(2, 2),
+    "one rank sends to two": pair(1, 2),
     "over UCX": pair(1, 2, *NOT_MAPPED),
-    "through host memory": ((2, (*FP8, *STAGED)), (2, (*FP8, *STAGED))),
+    "through host memory": staged(2, 2),
 }
-MORE_PAIRS = {"one rank each": pair(1, 1), "two ranks each": pair(2, 2), "one rank sends to two": pair(1, 2)}
-"""Pairs that do what those of every run do, or less."""
+"""Pairs that do what those of every run do, or less. In every run, ``test_ranks_have_all_latents`` is over UCX."""
+LATENT_PAIRS = [pair(2, 2, *NOT_MAPPED)]
+MORE_LATENT_PAIRS = [pair(2, 1), pair(1, 2, *NOT_MAPPED)]
+"""Where two ranks have one rank as their peer. With two on each side, each one takes no more than it has to, too."""
 
 
 @pytest.fixture(scope="module")
@@ -96,12 +106,12 @@ def check(running: Cluster, pair: Pair, model: Path, wanted: list[list[int]]) ->
 
 
 @pytest.mark.timeout(600)
-def test_ranks_have_all_latents(demo_model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("pairs", [LATENT_PAIRS, nightly(MORE_LATENT_PAIRS)])
+def test_ranks_have_all_latents(demo_model: Path, tmp_path: Path, pairs: Sequence[Pair]) -> None:
     """Each rank of a decode node takes them from one rank of the prefill node."""
     model = save_tiny_chat_family(demo_model, LATENTS, tmp_path)
     wanted, config = [alone(model, prompt, NEW_TOKENS) for prompt in PROMPTS], read_decoder_config(model)
     (group,) = layer_groups(config).groups
-    pairs = [pair(2, 1), pair(1, 2, *NOT_MAPPED)]
     with clusters(model, pairs) as made:
         for one, running in made.items():
             (decode,), ((_, flags), (ranks, _)) = running.decode, one
