@@ -20,6 +20,7 @@ import pytest
 import pdserve
 from tests.cluster.nodes import http
 from tests.eventually import eventually
+from tests.nightly import nightly
 from tests.processes import clean_environ, cluster_processes, command_has, running, wait_until_gone
 
 pytestmark = pytest.mark.integration
@@ -32,6 +33,8 @@ ONE_NODE: dict[str, Any] = {
     "max_model_len": 512,
     "dtype": "fp32",
 }
+
+ENDED = "the cluster was killed by SIGKILL; its last lines:"
 
 
 @pytest.fixture
@@ -53,6 +56,21 @@ def up_process(marker: Path) -> int:
     """Returns the process of the ``pdserve up`` below a cluster."""
     (pid,) = [pid for pid in cluster_processes(str(marker)) if command_has(pid, "up")]
     return pid
+
+
+def end_up(cluster: pdserve.Cluster, marker: Path) -> None:
+    """Kills the ``pdserve up`` of a cluster, and returns when the cluster's end is told."""
+    os.kill(up_process(marker), signal.SIGKILL)
+    wait_until_gone(str(marker))
+    eventually(partial(has_failed, cluster), "the cluster's end is told")
+
+
+def has_failed(cluster: pdserve.Cluster) -> bool:
+    try:
+        cluster.check()
+    except pdserve.ClusterFailed:
+        return True
+    return False
 
 
 def test_a_program_that_uses_the_command_line_imports_next_to_nothing() -> None:
@@ -112,9 +130,14 @@ def test_a_cluster_serves_and_says_what_it_is(tiny_model: Path, tmp_path: Path, 
     assert cluster_processes(str(tmp_path)) == set()
 
 
-def test_the_thread_that_enters_the_block_may_end_before_it(tiny_model: Path, environ: dict[str, str]) -> None:
-    """A notebook runs each cell in whichever thread it likes, and a block is as long as several cells."""
-    with ExitStack() as stack:
+def test_the_thread_that_enters_the_block_may_end_before_it(
+    tiny_model: Path, tmp_path: Path, environ: dict[str, str]
+) -> None:
+    """A notebook runs each cell in whichever thread it likes, and a block is as long as several cells.
+
+    What fails a block whose cluster has ended is told with the cluster's end.
+    """
+    with pytest.raises(OSError, match="refused") as caught, ExitStack() as stack:
         clusters: list[pdserve.Cluster] = []
 
         def enter() -> None:
@@ -131,6 +154,9 @@ def test_the_thread_that_enters_the_block_may_end_before_it(tiny_model: Path, en
             user.join()
         assert len(set(texts)) == 1, texts
         assert len(texts) == len(users)
+        end_up(clusters[0], tmp_path)
+        answer(clusters[0])
+    assert ENDED in caught.value.__notes__[0]
 
 
 async def test_an_event_loop_runs_while_a_cluster_starts_and_stops(tiny_model: Path, environ: dict[str, str]) -> None:
@@ -174,7 +200,7 @@ def test_a_cluster_that_cannot_start_says_why(tmp_path: Path, environ: dict[str,
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text('{"model_type": "nonsense"}')
-    with pytest.raises(pdserve.ClusterFailed) as caught, pdserve.serve(model, environ=environ):
+    with pytest.raises(pdserve.ClusterFailed) as caught, pdserve.serve(model, environ=environ, **ONE_NODE):
         raise AssertionError("it serves")
     assert "the cluster ended with status 1; its last lines:" in str(caught.value)
     assert str(model) in str(caught.value)
@@ -189,35 +215,14 @@ def test_a_start_has_its_limit(tiny_model: Path, tmp_path: Path, environ: dict[s
     assert cluster_processes(str(tmp_path)) == set()
 
 
-def has_failed(cluster: pdserve.Cluster) -> bool:
-    try:
-        cluster.check()
-    except pdserve.ClusterFailed:
-        return True
-    return False
-
-
 def test_a_cluster_that_ends_within_the_block_fails_it(
     tiny_model: Path, tmp_path: Path, environ: dict[str, str]
 ) -> None:
-    words = "the cluster was killed by SIGKILL; its last lines:"
     with (
-        pytest.raises(pdserve.ClusterFailed, match=words),
+        pytest.raises(pdserve.ClusterFailed, match=ENDED),
         pdserve.serve(tiny_model, environ=environ, **ONE_NODE) as cluster,
     ):
-        os.kill(up_process(tmp_path), signal.SIGKILL)
-        wait_until_gone(str(tmp_path))
-        with pytest.raises(OSError, match="refused") as refused:
-            answer(cluster)
-        eventually(partial(has_failed, cluster), "the cluster's end is told")
-        raised = refused.value
-    serving = pdserve.serve(tiny_model, environ=environ, **ONE_NODE)
-    with pytest.raises(OSError, match="refused") as caught, serving as cluster:
-        os.kill(up_process(tmp_path), signal.SIGKILL)
-        wait_until_gone(str(tmp_path))
-        eventually(partial(has_failed, cluster), "the cluster's end is told")
-        raise raised
-    assert words in caught.value.__notes__[0]
+        end_up(cluster, tmp_path)
 
 
 PROGRAM = """
@@ -231,7 +236,8 @@ with pdserve.serve(**json.loads(sys.argv[1])) as cluster:
 @pytest.mark.parametrize(
     "number",
     # Python leaves SIGTERM to the kernel, which then does what it does at SIGKILL.
-    [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.nightly), signal.SIGKILL],
+    # In every run, tests/cli/test_chat_cluster.py kills a program while its cluster starts.
+    [signal.SIGINT, *map(nightly, (signal.SIGTERM, signal.SIGKILL))],
 )
 def test_a_program_that_a_signal_ends_takes_its_cluster_with_it(
     number: signal.Signals, tiny_model: Path, tmp_path: Path, environ: dict[str, str]

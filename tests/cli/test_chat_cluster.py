@@ -87,7 +87,7 @@ def test_killed_while_its_cluster_starts_it_leaves_nothing_behind(tiny_model: Pa
 @pytest.mark.integration
 def test_a_cluster_that_does_not_start_says_why(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    with pdserve_in_terminal("chat", str(tmp_path), XDG_STATE_HOME=str(tmp_path)) as one:
+    with pdserve_in_terminal("chat", str(tmp_path), *SMALL, XDG_STATE_HOME=str(tmp_path)) as one:
         shown = one.until("the cluster did not start; the lines above say why")
         assert "has no tokenizer.json" in shown
         assert one.wait() == 1

@@ -16,6 +16,7 @@ from pdserve.cli.up.command import StartTimes, _what_starts
 from pdserve.config import UpConfig
 from pdserve.settings import cache_folder, load
 from tests.eventually import eventually
+from tests.nightly import nightly
 from tests.processes import (
     Process,
     clean_environ,
@@ -86,9 +87,14 @@ def test_one_question_is_answered_over_prefill_and_decode_also_where_a_key_is_wa
     wait_until_gone(str(tmp_path))
 
 
-def test_it_starts_again_what_dies_and_serves_until_sigterm(tiny_model: Path, tmp_path: Path) -> None:
-    flags = ("--model", str(tiny_model), "--prefill", "0", "--decode", "0", "--mixed", "2")
-    with pdserve("up", *SMALL, *flags, XDG_STATE_HOME=str(tmp_path)) as up:
+@pytest.mark.parametrize("number", [signal.SIGINT, nightly(signal.SIGTERM)])
+def test_it_starts_again_what_dies_and_lets_streams_end_when_it_is_stopped(
+    number: signal.Signals, tiny_model: Path, tmp_path: Path
+) -> None:
+    """Its streams have their time, and then end with an error event: stopped engines have no answer in time."""
+    flags = ("--model", str(tiny_model), "--prefill", "0", "--decode", "0", "--mixed", "2", "--drain-s", "3")
+    environ = {"XDG_STATE_HOME": str(tmp_path), "PDSERVE_ENGINE_SILENCE_MS": "60000"}
+    with pdserve("up", *SMALL, *flags, **environ) as up:
         url = url_of(up)
         everyone = {"mixed-0": "mixed", "mixed-1": "mixed"}
         assert nodes(url) == everyone
@@ -100,7 +106,22 @@ def test_it_starts_again_what_dies_and_serves_until_sigterm(tiny_model: Path, tm
             until(up, f"{name} was killed by SIGKILL")
             until(up, f"{name} serves again")
         eventually(lambda: nodes(url) == everyone, "both nodes are registered at the new proxy")
-        up.terminate()
+
+        engines = [pid for pid in cluster_processes(str(tmp_path)) if command_has(pid, "pdserve.engine")]
+        assert len(engines) == len(everyone)
+        (model,) = json.loads(urllib.request.urlopen(f"{url}/v1/models", timeout=10).read())["data"]
+        body = {"model": model["id"], "prompt": "How?", "max_tokens": 400, "ignore_eos": True, "stream": True}
+        request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode())
+        request.add_header("content-type", "application/json")
+        with urllib.request.urlopen(request, timeout=60) as stream:
+            assert stream.readline().startswith(b"data: ")
+            for engine in engines:
+                os.kill(engine, signal.SIGSTOP)
+            up.popen.send_signal(number)
+            until(up, "stopping: 1 answer has 3 s to finish; a second Ctrl-C ends it at once")
+            rest = stream.read()
+        assert b'"error"' in rest
+        assert b"[DONE]" not in rest
         assert up.wait(60) == 0, up.output
     wait_until_gone(str(tmp_path))
 
@@ -123,31 +144,6 @@ def test_on_a_terminal_a_start_shows_what_each_node_does_and_how_long_the_last_o
     # The region that moved is gone when the cluster is ready, and the block stands there once.
     assert up.output.count("  model     ") == 1
     assert 0 < (times.expected(what) or 0) < 1234
-    wait_until_gone(str(tmp_path))
-
-
-def test_stopped_by_ctrl_c_its_streams_have_their_time_and_then_end_with_an_error_event(
-    tiny_model: Path, tmp_path: Path
-) -> None:
-    """An engine that is stopped meanwhile has no answer in time."""
-    flags = ("--model", str(tiny_model), "--prefill", "0", "--decode", "0", "--mixed", "1", "--drain-s", "4")
-    environ = {"XDG_STATE_HOME": str(tmp_path), "PDSERVE_ENGINE_SILENCE_MS": "60000"}
-    with pdserve("up", *SMALL, *flags, **environ) as up:
-        url = url_of(up)
-        (engine,) = [pid for pid in cluster_processes(str(tmp_path)) if command_has(pid, "pdserve.engine")]
-        (model,) = json.loads(urllib.request.urlopen(f"{url}/v1/models", timeout=10).read())["data"]
-        body = {"model": model["id"], "prompt": "How?", "max_tokens": 400, "ignore_eos": True, "stream": True}
-        request = urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode())
-        request.add_header("content-type", "application/json")
-        with urllib.request.urlopen(request, timeout=60) as stream:
-            assert stream.readline().startswith(b"data: ")
-            os.kill(engine, signal.SIGSTOP)
-            up.popen.send_signal(signal.SIGINT)
-            until(up, "stopping: 1 answer has 4 s to finish; a second Ctrl-C ends it at once")
-            rest = stream.read()
-        assert b'"error"' in rest
-        assert b"[DONE]" not in rest
-        assert up.wait(60) == 0, up.output
     wait_until_gone(str(tmp_path))
 
 
