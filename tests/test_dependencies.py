@@ -7,7 +7,8 @@ import importlib.metadata
 import re
 import sys
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -63,14 +64,15 @@ def has_own_environment(path: Path) -> bool:
     return path.is_relative_to(PROGRAMS) or path.parent.name == PLUGIN
 
 
-def imports_of(path: Path) -> set[str]:
+@cache
+def imports_of(path: Path) -> frozenset[str]:
     names: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             names |= {alias.name.split(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
             names.add(node.module.split(".")[0])
-    return names - set(sys.stdlib_module_names) - OURS
+    return frozenset(names - set(sys.stdlib_module_names) - OURS)
 
 
 @pytest.mark.integration  # for the seconds that it takes
@@ -98,7 +100,7 @@ def test_the_environment_of_others_tests_has_what_their_plugin_imports(project: 
     assert lacking(imports, project) == set()
 
 
-def lacking(imports: set[str], requirements: str) -> set[str]:
+def lacking(imports: Collection[str], requirements: str) -> set[str]:
     """Returns the imports for which no package of a requirements file has a name that begins with theirs."""
     pinned = (COMPAT / "requirements" / f"{requirements}.txt").read_text().splitlines()
     names = [canonical(line.partition("==")[0]) for line in pinned]
