@@ -145,6 +145,13 @@ class PrefillNodeMet:
 
 
 @dataclass(frozen=True, slots=True)
+class PeersMet:
+    """All engines of the ``meet`` with this number are peers now but those that cannot be."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
 class LoadHeard:
     """A prefill engine has told its load while fetches from it were under way."""
 
@@ -305,7 +312,7 @@ class TransferThreadDied:
 FetchEnd: TypeAlias = FetchLanded | FetchFailed | FetchCancelled
 """What ends a fetch. Each says which blocks have landed, and which are quarantined."""
 FetchEvent: TypeAlias = (
-    PrefillNodeMet | FirstTokenArrived | LoadHeard | BlocksComing | BlocksLanded | FetchEnd | BlocksReleased
+    PrefillNodeMet | FirstTokenArrived | LoadHeard | BlocksComing | BlocksLanded | FetchEnd | BlocksReleased | PeersMet
 )
 PushEvent: TypeAlias = PushWanted | CachedWanted | PushCancelled | BlocksSent | PushEnded | BlocksOffered
 TransferEvent: TypeAlias = FetchEvent | PushEvent | TransferThreadDied

@@ -133,6 +133,14 @@ class OfferBlocks:
 
 
 @dataclass(frozen=True, slots=True)
+class MeetPeers:
+    """Makes these engines peers before any fetch. It takes the place of the last one, and ends with ``PeersMet``."""
+
+    number: int
+    targets: tuple[PrefillTarget, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class PushBlocks:
     """Sends these final blocks of a push, which are the prompt's from ``first_block`` on."""
 
@@ -171,7 +179,7 @@ class FailPush:
     cause: FailureCause
 
 
-FetchCommand: TypeAlias = FetchOrder | CachedFetchOrder | AcceptBlocks | CancelFetch | OfferBlocks
+FetchCommand: TypeAlias = FetchOrder | CachedFetchOrder | AcceptBlocks | CancelFetch | OfferBlocks | MeetPeers
 PushCommand: TypeAlias = PushBlocks | GiveFirstToken | GiveHeld | FailPush
 TransferCommand: TypeAlias = FetchCommand | PushCommand
 

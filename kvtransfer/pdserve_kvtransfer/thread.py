@@ -57,6 +57,7 @@ from pdserve_kvtransfer.sides import (
     GiveFirstToken,
     GiveHeld,
     LocalEngine,
+    MeetPeers,
     OfferBlocks,
     Pollable,
     PushBlocks,
@@ -89,7 +90,7 @@ class BothSides:
 
     def handle(self, command: TransferCommand, now: float) -> None:
         match command:
-            case FetchOrder() | CachedFetchOrder() | AcceptBlocks() | CancelFetch() | OfferBlocks():
+            case FetchOrder() | CachedFetchOrder() | AcceptBlocks() | CancelFetch() | OfferBlocks() | MeetPeers():
                 self._fetch.handle(command, now)
             case PushBlocks() | GiveFirstToken() | GiveHeld() | FailPush():
                 self._push.handle(command, now)
@@ -227,6 +228,10 @@ class TransferThread:
         """
         _check_hashes(hashes)
         self._command(OfferBlocks(target, hashes, request_id))
+
+    def meet(self, number: int, targets: tuple[PrefillTarget, ...]) -> None:
+        """Connects to these engines before any fetch. ``PeersMet`` follows with ``number``, if no other call does."""
+        self._command(MeetPeers(number, targets))
 
     def accept_blocks(self, transfer_id: TransferId, block_ids: tuple[int, ...]) -> None:
         """Gives destinations for the next coming blocks of a paced fetch. It is ignored if the fetch is over."""

@@ -49,7 +49,7 @@ from pdserve.models.runner import CudaGraphs, DraftRow, ModelRunner, StepRow
 from pdserve.models.tp.shares import TpGroup
 from pdserve.wire.cache_groups import GroupBlocks, Keep
 from pdserve.wire.discovery import GroupCapacity
-from pdserve.wire.engine import Ready
+from pdserve.wire.engine import Met, Ready
 from pdserve.wire.rank import Loaded, LoadModel
 from pdserve.wire.sampling_params import SamplingParams
 from pdserve.wire.transfer import EngineSpec
@@ -187,6 +187,7 @@ def assemble(
         wake=wake_up.set,
         life=life,
         groups=groups if spec.groups else (),
+        met=lambda number: api.send(Met(number)),
     )
     ahead = own if overlaps(config, device) and not own.cache.states else None
     loop = StepLoop(

@@ -62,6 +62,7 @@ from pdserve.wire.engine import (
     Assign,
     EngineStats,
     FinishReason,
+    Meet,
     Renew,
     Shutdown,
     Stats,
@@ -319,6 +320,8 @@ class StepLoop:
                     self._renew(secret)
                 case Assign(role):
                     self._placement.targets.role = role
+                case Meet(number, nodes):
+                    self._connector.meet(number, nodes)
                 case AskStats(number):
                     self._stats_asked = number
                 case Shutdown():

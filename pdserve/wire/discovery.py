@@ -19,6 +19,7 @@ import msgspec
 from pdserve.control.frame import Reason
 from pdserve.wire.cache_groups import Keep, context_blocks
 from pdserve.wire.ids import BootId
+from pdserve.wire.terms import PrefillTarget
 
 
 class NodeSizes(msgspec.Struct, frozen=True):
@@ -99,6 +100,9 @@ MAX_CACHE_GROUPS = 64
 
 MAX_REPORTED_PROXIES = 64
 """A node names so many proxies at most."""
+
+MAX_MET = 8
+"""A node is told of so many others at most that it is to connect to before any request."""
 
 
 class Role(enum.StrEnum):
@@ -254,8 +258,10 @@ class NodeHello(msgspec.Struct, frozen=True, tag_field="kind", tag="hello"):
     oldest_protocol: int
 
 
-class Register(msgspec.Struct, frozen=True, tag_field="kind", tag="register"):
+class Register(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="kind", tag="register"):
     node: NodeInfo
+    met: bool = False
+    """As in ``NodeHeartbeat``."""
 
 
 class NodeHeartbeat(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="kind", tag="heartbeat"):
@@ -267,6 +273,8 @@ class NodeHeartbeat(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="
     """Whether the node takes no new work, and what runs there is to go on elsewhere."""
     proxies: Annotated[tuple[BootId, ...], msgspec.Meta(max_length=MAX_REPORTED_PROXIES)] = ()
     """The boot ids of all proxies that know this node now: from these, each proxy learns how many there are."""
+    met: bool = False
+    """Whether the node has once connected to the nodes of a ``MeetNodes``, or has tried for long enough."""
 
 
 class Deregister(msgspec.Struct, frozen=True, tag_field="kind", tag="deregister"):
@@ -278,6 +286,18 @@ class Ack(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="kind", tag
     known: bool
     role: Role | None = None
     """The role by which the proxy routes now; None if the heartbeat named none."""
+
+
+class MeetNodes(msgspec.Struct, frozen=True, tag_field="kind", tag="meet"):
+    """The nodes that this one fetches KV blocks from, some of them if there are many: it connects to them beforehand.
+
+    It comes before the ``Ack`` of a registration or heartbeat if they are others than before, or the node has ``met``
+    none so far, and also by itself when the first of them registers.
+    """
+
+    boot_id: BootId
+    """The boot id of the node."""
+    nodes: Annotated[tuple[PrefillTarget, ...], msgspec.Meta(max_length=MAX_MET)]
 
 
 class ProxyWelcome(msgspec.Struct, frozen=True, tag_field="kind", tag="welcome"):
@@ -302,4 +322,4 @@ class ProxyRefusal(msgspec.Struct, frozen=True, tag_field="kind", tag="refused")
 
 
 ToProxy: TypeAlias = NodeHello | Register | NodeHeartbeat | Deregister
-FromProxy: TypeAlias = Ack | ProxyWelcome | ProxyRefusal
+FromProxy: TypeAlias = Ack | MeetNodes | ProxyWelcome | ProxyRefusal

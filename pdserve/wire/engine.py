@@ -24,7 +24,7 @@ from pdserve.wire.engine_counts import (
 )
 from pdserve.wire.ids import RequestUuid
 from pdserve.wire.sampling_params import PromptLogprobs, SamplingParams, TokenLogprobs
-from pdserve.wire.terms import Terms
+from pdserve.wire.terms import PrefillTarget, Terms
 from pdserve.wire.timeline import TimelinePart
 
 # ---------------------------------------------------------------- API → engine
@@ -82,6 +82,14 @@ class Assign(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field=
     role: Role
 
 
+class Meet(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="meet"):
+    """Has the engine connect to these nodes before any prompt goes to them. It takes the place of the last ``Meet``."""
+
+    number: int
+    """The number of the message, from 1 on."""
+    nodes: tuple[PrefillTarget, ...]
+
+
 class AskStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="ask_stats"):
     """Asks for the stats of now. The engine sends them once it has taken in all that has come, so not within a step."""
 
@@ -93,7 +101,7 @@ class Shutdown(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_fiel
     """Ends the engine: it cancels all requests, closes all sockets, and exits with status 0."""
 
 
-ToEngine: TypeAlias = Submit | Abort | Renew | Assign | AskStats | Shutdown
+ToEngine: TypeAlias = Submit | Abort | Renew | Assign | Meet | AskStats | Shutdown
 
 # ---------------------------------------------------------------- engine → API
 
@@ -377,10 +385,16 @@ class Stats(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="
     """The number of the last ``AskStats`` that has come."""
 
 
+class Met(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="met"):
+    """The engine is connected to all nodes of the ``Meet`` with this number but those that it cannot reach."""
+
+    number: int
+
+
 class EngineFailed(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="failed"):
     """The engine is about to exit. ``message`` says why."""
 
     message: str
 
 
-FromEngine: TypeAlias = Starting | Ready | StepOutput | MoveWanted | Recorded | Stats | EngineFailed
+FromEngine: TypeAlias = Starting | Ready | StepOutput | MoveWanted | Recorded | Stats | Met | EngineFailed

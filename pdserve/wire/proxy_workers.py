@@ -68,6 +68,8 @@ class KnownNode(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     draining: bool = False
     proxies: int = 1
     """How many proxies know the node."""
+    met: bool = False
+    """As in ``NodeHeartbeat``."""
 
 
 class Nodes(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="nodes"):

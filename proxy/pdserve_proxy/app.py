@@ -159,10 +159,12 @@ class InformationRoutes:
         return _json({"status": "ok"})
 
     async def ready(self) -> Response:
-        served = list(self._registry.serving().pairings)
-        if not served:
+        snapshot = self._registry.snapshot()
+        if not snapshot.pairings:
             raise Unavailable("no model can be served now", code="no_route", retry_after_s=RETRY_AFTER_S)
-        return _json({"status": "ready", "models": served})
+        if not (ready := snapshot.ready_models):
+            raise Unavailable("the nodes connect to each other", code="connecting", retry_after_s=RETRY_AFTER_S)
+        return _json({"status": "ready", "models": ready})
 
     async def instances(self) -> Response:
         self._check_host("what is known of the nodes")

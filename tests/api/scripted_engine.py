@@ -31,6 +31,8 @@ from pdserve.wire.engine import (
     EngineStats,
     FinishReason,
     FromEngine,
+    Meet,
+    Met,
     PrefillDecisions,
     PrefillNodeStats,
     PrefillReason,
@@ -129,7 +131,7 @@ class ScriptedEngine:
                 self._take(message)
             self._step()
 
-    def _take(self, message: Submit | Abort | Renew | Assign | AskStats) -> None:
+    def _take(self, message: Submit | Abort | Renew | Assign | Meet | AskStats) -> None:
         match message:
             case Submit():
                 parent = ChildRequest(message.local_id, message.sampling.seed, message.emitted)
@@ -148,6 +150,8 @@ class ScriptedEngine:
                 self._send(Stats(self._stats))
             case AskStats(number):
                 self._send(Stats(self._stats, number))
+            case Meet(number):
+                self._send(Met(number))
             case Renew() | Assign():
                 pass  # The message is in the journal.
 

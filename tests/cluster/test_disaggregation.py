@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from tests.cluster.nodes import Cluster, Node, cluster, http
+from tests.cluster.nodes import Cluster, Node, cluster, http, one_core, start_node
 from tests.cluster.test_cluster import open_stream
 from tests.eventually import eventually
 from tests.tiny_models import Reference
@@ -53,6 +53,9 @@ def test_prompts_beside_streams_go_to_a_prefill_node_that_is_in_time(slow_tiny_m
     stays = ("--engine-silence-ms", "600000")
     with cluster(slow_tiny_model, *flags, *stays) as running, ThreadPoolExecutor(1) as pool:
         decode, prefill = running.decode[0], running.prefill[0]
+        eventually(lambda: http(running.url + "/ready").status == 200, "the nodes have met")
+        for node in running.nodes:
+            eventually(lambda: node.metric("kv_transfer_handshakes_total") == 2, "one each way, before any request")  # noqa: B023
 
         running.complete(prompt(1), 2)
         eventually(lambda: decisions(decode, "remote", "probe") == 1, "a node of which nothing is known is tried")
@@ -78,6 +81,12 @@ def test_prompts_beside_streams_go_to_a_prefill_node_that_is_in_time(slow_tiny_m
                 assert decode.metric("prefills_failed_total", reason="lease_expired") == 1
                 assert len(running.complete(prompt(5), 2)) == 2
                 eventually(lambda: decisions(decode, "local", "failed") == 1, "not again, streams or not")
+            # Nothing but the bound ends the wait of a node that joins now.
+            never = ("--transfer-lease-ms", "600000")
+            with start_node("decode", "late", slow_tiny_model, running, *flags, *never, *one_core(1)) as late:
+                url = late.listening().url
+                eventually(lambda: http(url + "/ready").status == 200, "it waits for no node that hangs")
+                assert http(running.url + "/ready").status == 200
         finally:
             os.kill(engine_pid(prefill), signal.SIGCONT)
         running.until_idle()

@@ -95,9 +95,10 @@ def test_a_transfer_fails_at_both_sides_when_one_of_them_can_tell_nothing(kind: 
 
 
 def test_prompts_whose_kv_never_moves_are_counted_and_named() -> None:
-    """All processes are healthy and ready, and no link for KV blocks leads to the prefill node."""
-    asked = (*_prompts(3, 4), *_prompts(7, 3, at_s=20.0))
-    result = _complete(Plan(Shape(), asked, (Fault(0.0, FaultKind.NO_LINK, 0, 5.0),)))
+    """All processes are healthy and ready, and no link for KV blocks leads to the prefill node, which has restarted."""
+    asked = (*_prompts(3, 4, at_s=6.0), *_prompts(7, 3, at_s=30.0))
+    faults = (Fault(0.0, FaultKind.KILL, 0, 1.0), Fault(0.0, FaultKind.NO_LINK, 0, 15.0))
+    result = _complete(Plan(Shape(), asked, faults))
     ends = Ends(result)
     assert ends.sources(range(4)) == ["local"] * 4
     assert ends.reasons(range(4)) == ["unassigned"] * 4, "each of them has lost the only prefill node"
@@ -106,14 +107,13 @@ def test_prompts_whose_kv_never_moves_are_counted_and_named() -> None:
 
 
 def test_a_prompt_that_is_too_long_for_the_prefill_node_is_answered_right() -> None:
-    """The first refusal tells how long a prompt may be. No part of what was refused counts as computed."""
+    """The handshake, which comes before any prompt, tells how long one may be."""
     asked = (*_prompts(3, 3), *_prompts(6, 2, at_s=1.0, length=12), *_prompts(8, 2, at_s=2.0, length=24, output=20))
-    # A fault long after them lets the run have the one fallback, by which the length becomes known.
-    result = _complete(Plan(Shape(max_prefill_len=16), asked, (Fault(8.0, FaultKind.SLOW, 0, 0.1),)))
+    result = _complete(Plan(Shape(max_prefill_len=16), asked))
     ends = Ends(result)
-    assert ends.sources(range(7)) == ["fallback", "local", "local", "remote", "remote", "local", "local"]
-    assert ends.reasons([1, 2, 5, 6]) == ["unfit"] * 4
-    assert list(_failures(result)) == ["refused"]
+    assert ends.sources(range(7)) == ["local", "local", "local", "remote", "remote", "local", "local"]
+    assert ends.reasons([0, 1, 2, 5, 6]) == ["unfit"] * 5
+    assert list(_failures(result)) == []
 
 
 def test_late_blocks_of_transfers_that_were_given_up_hit_nobody() -> None:

@@ -149,6 +149,7 @@ CHANNELS: list[tuple[Any, list[msgspec.Struct]]] = [
         [
             discovery.Ack(BOOT, known=False),
             discovery.Ack(BOOT, known=True, role=discovery.Role.PREFILL),
+            discovery.MeetNodes(BOOT, (TARGET,)),
             discovery.ProxyWelcome(BOOT, OTHER, 6, 5, heartbeat_ms=1000),
             discovery.ProxyRefusal(BOOT, "why"),
         ],
@@ -195,6 +196,7 @@ CHANNELS: list[tuple[Any, list[msgspec.Struct]]] = [
             engine.Abort([1, 2]),
             engine.Renew(b"the new\nthe old"),
             engine.Assign(discovery.Role.PREFILL),
+            engine.Meet(2, (TARGET,)),
             engine.AskStats(3),
             engine.Shutdown(),
         ],
@@ -219,6 +221,7 @@ CHANNELS: list[tuple[Any, list[msgspec.Struct]]] = [
                 ]
             ),
             engine.Recorded([PART]),
+            engine.Met(2),
             engine.Stats(
                 engine.EngineStats(
                     queue=engine_counts.QueueStats(running=1),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
@@ -12,12 +13,13 @@ from pdserve.errors import HandshakeRefused, PeerLost, RankLost, SpoiltMessage, 
 from pdserve.wire.terms import PrefillTarget
 from pdserve.wire.transfer import Offer, ToDecode
 from pdserve_kvtransfer.control.sockets import FrameOpener
-from pdserve_kvtransfer.events import CachedFetchOrder, FailureKind, FetchFailed, FetchOrder
+from pdserve_kvtransfer.events import CachedFetchOrder, FailureKind, FetchFailed, FetchOrder, PeersMet
 from pdserve_kvtransfer.fetch.peer import FetchPeer
 from pdserve_kvtransfer.sides import (
     AcceptBlocks,
     CancelFetch,
     LocalEngine,
+    MeetPeers,
     OfferBlocks,
     Pollable,
     TransferCommand,
@@ -43,6 +45,11 @@ class FetchSide:
         """The boot whose lease ran out last at each address."""
         self._no_offers_until: dict[str, float] = {}
         """Until when no peer is made for an offer to an address, because it did not answer the last one."""
+        self._meeting: int | None = None
+        """The number of the last ``MeetPeers``, until ``PeersMet``."""
+        self._to_meet: deque[PrefillTarget] = deque()
+        self._unmet: set[bytes] = set()
+        """The boots among its targets whose handshake is under way."""
 
     def handle(self, command: TransferCommand, now: float) -> None:
         match command:
@@ -50,6 +57,8 @@ class FetchSide:
                 self._start_fetch(command, now)
             case OfferBlocks():
                 self._offer(command, now)
+            case MeetPeers(number, targets):
+                self._meeting, self._to_meet = number, deque(targets)
             case AcceptBlocks(transfer_id) | CancelFetch(transfer_id):
                 for peer in list(self._peers.values()):
                     if peer.has(transfer_id):
@@ -80,24 +89,42 @@ class FetchSide:
 
     def _offer(self, command: OfferBlocks, now: float) -> None:
         """Offers blocks to a peer, which is met for that if it can be. An offer that cannot be made is dropped."""
-        target = command.target
+        peer = self._met(command.target, now)
+        if peer is not None:
+            offer = Offer(self._holder, command.hashes, command.request_id)
+            self._try(peer, partial(peer.offer, offer, now), now)
+
+    def _met(self, target: PrefillTarget, now: float) -> FetchPeer | None:
+        """Returns a peer that is no order's, and is made if it may and can be."""
         peer = self._peers.get(target.boot_id)
-        if peer is None:
-            if target.boot_id == self._engine.boot_id or not self._may_meet(target, now):
-                return
-            try:
-                peer = self._peer_for(target, now)
-            except RankLost:
-                raise
-            except Exception as exc:
-                log.info("node %s gets no offers: %s", target.name, exc, exc_info=not isinstance(exc, TransferError))
-                self._no_offers_until[target.control] = now + self._engine.settings.lease_s
-                return
-        offer = Offer(self._holder, command.hashes, command.request_id)
-        self._try(peer, partial(peer.offer, offer, now), now)
+        if peer is not None or target.boot_id == self._engine.boot_id or not self._may_meet(target, now):
+            return peer
+        try:
+            return self._peer_for(target, now)
+        except RankLost:
+            raise
+        except Exception as exc:
+            log.info("node %s cannot be met: %s", target.name, exc, exc_info=not isinstance(exc, TransferError))
+            self._no_offers_until[target.control] = now + self._engine.settings.lease_s
+            return None
+
+    def _meet(self, number: int, now: float) -> None:
+        """Meets the next of the engines that are to be peers, one in each turn: transfers under way wait meanwhile."""
+        if self._to_meet and (peer := self._met(self._to_meet.popleft(), now)) is not None:
+            self._unmet.add(peer.target.boot_id)
+        for boot_id in tuple(self._unmet):
+            peer = self._peers.get(boot_id)
+            if peer is not None and peer.idle and peer.unanswered(now):
+                self._lose(peer, FailureKind.PEER_LOST, "it has not answered the greeting", now)
+                peer = None
+            if peer is None or peer.welcomed:
+                self._unmet.discard(boot_id)
+        if not self._to_meet and not self._unmet:
+            self._engine.event_queue.put(PeersMet(number))
+            self._meeting = None
 
     def _may_meet(self, target: PrefillTarget, now: float) -> bool:
-        """Returns whether a peer may be made for an offer.
+        """Returns whether a peer may be made for an offer, or before any order.
 
         Fetches from another boot at its address go before it, and so does one that has answered there: which of the
         two is the present one shows when its connection ends, or an order names the other.
@@ -151,6 +178,8 @@ class FetchSide:
         return more
 
     def tick(self, now: float) -> None:
+        if self._meeting is not None:
+            self._meet(self._meeting, now)
         for peer in list(self._peers.values()):
             if peer.lease.expired(now):
                 self._engine.stats.leases_expired_receiving += 1
@@ -191,7 +220,7 @@ class FetchSide:
         return any(peer.link.moving() for peer in self._peers.values())
 
     def arm(self) -> bool:
-        return all(peer.link.arm() for peer in self._peers.values())
+        return not self._to_meet and all(peer.link.arm() for peer in self._peers.values())
 
     def pollables(self) -> list[Pollable]:
         return [pollable for peer in self._peers.values() for pollable in peer.pollables()]

@@ -103,7 +103,7 @@ PUT_BACK = (
     ),
     Mutant(
         "a prefill node to which no link leads kills the engines that order from it",
-        183,
+        474,
         "pdserve_kvtransfer.fetch.peer.FetchPeer",
         "_apply",
         "if isinstance(effect, _Outgoing) and self._lost is None:",
@@ -115,7 +115,7 @@ PUT_BACK = (
         1392,
         "pdserve.engine.placement.placement.Placement",
         "decide",
-        "0 < node.max_prompt_tokens < prompt.missing_tokens + prompt.cached_tokens",
+        "0 < longest < prompt.missing_tokens + prompt.cached_tokens",
         "False",
     ),
     Mutant(

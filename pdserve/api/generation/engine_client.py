@@ -31,6 +31,8 @@ from pdserve.wire.engine import (
     EngineFailed,
     EngineStats,
     FromEngine,
+    Meet,
+    Met,
     MoveWanted,
     Ready,
     Recorded,
@@ -45,7 +47,7 @@ from pdserve.wire.engine import (
 )
 from pdserve.wire.ids import new_id
 from pdserve.wire.sampling_params import SamplingParams
-from pdserve.wire.terms import Terms
+from pdserve.wire.terms import PrefillTarget, Terms
 from pdserve.wire.timeline import TimelinePart
 
 log = logging.getLogger(__name__)
@@ -130,6 +132,8 @@ class EngineClient:
         self._questions = itertools.count(1)
         self._asked: dict[int, asyncio.Future[None]] = {}
         """Who waits for stats, by the number of the question."""
+        self._meetings = 0
+        self._on_met: Callable[[], None] = lambda: None
         self.stats = EngineStats()
         self.on_part: Callable[[TimelinePart], None] = lambda _: None
         """Gets what the engine remembers of each request that has ended."""
@@ -162,6 +166,16 @@ class EngineClient:
         """Tells the engine the node's new role."""
         if self._state is EngineState.READY:
             self._channel.send(Assign(role))
+
+    def meet(self, nodes: Sequence[PrefillTarget], met: Callable[[], None]) -> None:
+        """Has the engine connect to ``nodes``, and calls ``met`` when it has, but for those that it cannot reach.
+
+        A later call takes the place of this one. Nothing bounds how long an engine takes.
+        """
+        self._meetings += 1
+        self._on_met = met
+        if self._state is EngineState.READY:
+            self._channel.send(Meet(self._meetings, tuple(nodes)))
 
     async def start(self) -> Ready:
         """Starts the engine and returns when it takes requests.
@@ -320,6 +334,9 @@ class EngineClient:
                 for number, told in self._asked.items():
                     if number <= asked and not told.done():
                         told.set_result(None)
+            case Met(number):
+                if number == self._meetings:
+                    self._on_met()
             case Recorded(parts):
                 for part in parts:
                     self.on_part(part)

@@ -36,6 +36,7 @@ from pdserve.control.frame import Opened, Sealer
 from pdserve.wire.discovery import (
     Ack,
     FromProxy,
+    MeetNodes,
     NodeHeartbeat,
     NodeHello,
     NodeInfo,
@@ -47,6 +48,7 @@ from pdserve.wire.discovery import (
     ToProxy,
 )
 from pdserve.wire.ids import new_id
+from pdserve.wire.terms import PrefillTarget
 from pdserve.wire.version import SPOKEN, Spoken
 
 log = logging.getLogger(__name__)
@@ -181,6 +183,8 @@ class ProxyView:
     status: RegistrationStatus
     role: Role | None = None
     """The role by which the proxy routes, if the node has sent it one."""
+    to_meet: tuple[PrefillTarget, ...] = ()
+    """The nodes that this one is to connect to, as the proxy has said last."""
 
     @property
     def accepted(self) -> bool:
@@ -211,6 +215,9 @@ class ProxyLink:
         """Why the proxy does not take this node; empty if it has not said no."""
         self.known_role: Role | None = None
         """The role by which the proxy routes, as it has said since the role changed; None if it has not."""
+        self.to_meet: tuple[PrefillTarget, ...] = ()
+        """The nodes that this one is to connect to, as the proxy has said last."""
+        self._met = False
         self._role: Role | None = None
         """The present role; None if it is still that of the start."""
         self._node = node
@@ -266,6 +273,13 @@ class ProxyLink:
         if self.state is RegistrationState.REGISTERED:
             self._due_s = now
 
+    def met(self, now: float) -> None:
+        """Tells the proxy, now and in every message, that this node has met others. A second call does nothing."""
+        if not self._met:
+            self._met = True
+            if self.state is RegistrationState.REGISTERED:
+                self._due_s = now
+
     def drain(self, now: float) -> None:
         """Tells the proxy, now and in every heartbeat, that this node takes no new work. A second call does nothing."""
         if not self._draining:
@@ -288,11 +302,11 @@ class ProxyLink:
                 return (NodeHello(self._node.boot_id, self._nonce, SPOKEN.newest, SPOKEN.oldest),)
             case RegistrationState.ANNOUNCING:
                 self.state = RegistrationState.GREETING  # again, unless it is acknowledged
-                return (Register(self._node),)
+                return (Register(self._node, self._met),)
             case RegistrationState.REGISTERED:
                 self._unanswered += 1
-                proxies = self._all_proxies()
-                return (NodeHeartbeat(self._node.boot_id, self._load(), self._role, self._draining, proxies),)
+                known = self._all_proxies()
+                return (NodeHeartbeat(self._node.boot_id, self._load(), self._role, self._draining, known, self._met),)
 
     def seal(self, sealer: Sealer, message: ToProxy) -> bytes:
         """Returns the frame of a message to this proxy. A greeting names no receiver, which is not known then."""
@@ -312,6 +326,8 @@ class ProxyLink:
         match opened.message:
             case Ack():
                 self._on_ack(opened.message, opened.sender, now)
+            case MeetNodes(nodes=nodes) if opened.sender == self._proxy:
+                self.to_meet = nodes
             case ProxyWelcome() if opened.message.nonce == self._nonce:
                 self._on_welcome(opened.message, opened.sender, now)
             case ProxyRefusal(reason=reason) if self.state is not RegistrationState.REGISTERED:

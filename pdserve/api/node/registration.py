@@ -21,7 +21,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from types import MappingProxyType
@@ -45,6 +45,7 @@ from pdserve.errors import ConfigError, WireError
 from pdserve.liveness import Motion, Silence, motion_of
 from pdserve.log_format import LogThrottle
 from pdserve.wire.discovery import MAX_REPORTED_PROXIES, Deregister, FromProxy, NodeInfo, NodeLoad, Role, ToProxy
+from pdserve.wire.terms import PrefillTarget
 
 log = logging.getLogger(__name__)
 
@@ -86,7 +87,7 @@ class HeartbeatThread:
         self._pulse_s = self._looked_s = time.monotonic()
         self._responsive = True
         self._stopping = False
-        self._draining = False
+        self._draining = self._met = False
         self._role: Role | None = None
         """The role that was announced last."""
         self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -129,6 +130,11 @@ class HeartbeatThread:
         self._stopping = True
         self._wake()
 
+    def met(self) -> None:
+        """Tells the proxies, at once, that the node has met those that it is to connect to."""
+        self._met = True
+        self._wake()
+
     def drain(self) -> None:
         """Tells the proxies, at once, that the node takes no new work."""
         self._draining = True
@@ -168,6 +174,8 @@ class HeartbeatThread:
                     connection.link.announce(role, now)
                 if self._draining:
                     connection.link.drain(now)
+                if self._met:
+                    connection.link.met(now)
                 connection.send_due(now, silent=not self._responsive)
                 if (view := connection.changed()) is not None:
                     self._tell(connection.proxy, view)
@@ -280,7 +288,8 @@ class _ProxyConnection:
 
     def changed(self) -> ProxyView | None:
         """Returns how the proxy sees the node if that has changed since the last call."""
-        before, view = self._view, ProxyView(self.link.status(connected=self._sent), self.link.known_role)
+        link = self.link
+        before, view = self._view, ProxyView(link.status(connected=self._sent), link.known_role, link.to_meet)
         if view == before:
             return None
         self._view = view
@@ -340,6 +349,8 @@ STUCK_S = 30.0
 PULSE_S = 1.0
 """The event loop shows at least this often that it turns."""
 RESOLVE_S = 5.0
+MEET_S = 2.0
+"""A node that connects to others says after so long that it has met them: one that hangs keeps nobody waiting."""
 
 
 class Registration:
@@ -355,10 +366,14 @@ class Registration:
         stuck_s: float = STUCK_S,
         resolve_s: float = RESOLVE_S,
         look_up: LookUp = look_up,
+        meet: Callable[[Sequence[PrefillTarget], Callable[[], None]], None] = lambda _, met: met(),
+        meet_s: float = MEET_S,
     ) -> None:
         """``proxies`` are control addresses, ``tcp://host:port``. The host may be a name of several proxies.
 
         ``load`` is called for every heartbeat, in another thread. Names are looked up every ``resolve_s``.
+        ``meet`` connects to the nodes that proxies name, and calls its second argument when it has. The node waits
+        for that for ``meet_s``.
         """
         self._node = node
         self._proxies = tuple(dict.fromkeys(proxies))
@@ -377,6 +392,11 @@ class Registration:
         self._views = dict.fromkeys(self._addresses, ProxyView(RegistrationStatus.SILENT))
         self._news = asyncio.Event()
         """Set whenever a proxy sees the node in another way."""
+        self._meet, self._meet_s = meet, meet_s
+        self._to_meet: tuple[PrefillTarget, ...] = ()
+        self._met = self._was_ready = False
+        self._give_up: asyncio.TimerHandle | None = None
+        """Ends the first meeting if that takes too long."""
 
     @property
     def registered(self) -> Mapping[str, asyncio.Event]:
@@ -395,6 +415,11 @@ class Registration:
         if self._names is not None:
             reasons += self._names.failures
         return f"no proxy has accepted this node: {'; '.join(reasons) or 'no address of one is known yet'}"
+
+    @property
+    def connecting(self) -> bool:
+        """Whether this node connects to others, for the first time, and was not ready before."""
+        return bool(self._to_meet) and not self._met and not self._was_ready
 
     def drain(self) -> None:
         """Tells the proxies, at once, that this node takes no new work, so that what runs here moves to other nodes."""
@@ -450,6 +475,8 @@ class Registration:
                 await asyncio.wait([ended], timeout=min(self._heartbeat_s, self._stuck_s / 4, PULSE_S))
             ended.result()
         finally:
+            if self._give_up is not None:
+                self._give_up.cancel()
             self._thread = self._names = None
             names.stop()
             thread.stop()
@@ -470,3 +497,26 @@ class Registration:
             self._views.pop(proxy, None)
         else:
             self._views[proxy] = view
+            self._meet_new()
+            self._was_ready |= view.accepted and not self.connecting
+
+    def _meet_new(self) -> None:
+        """Has the node connect to those that proxies have named since the last call."""
+        to_meet = tuple({node.boot_id: node for view in self._views.values() for node in view.to_meet}.values())
+        if to_meet == self._to_meet:
+            return
+        self._to_meet = to_meet
+        if not to_meet:
+            return
+        if not self._met and self._give_up is None:
+            self._give_up = asyncio.get_running_loop().call_later(self._meet_s, self._have_met)
+        self._meet(to_meet, self._have_met)
+
+    def _have_met(self) -> None:
+        if self._met:
+            return
+        self._met = True
+        if self._give_up is not None:
+            self._give_up.cancel()
+        if self._thread is not None:
+            self._thread.met()

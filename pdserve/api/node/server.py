@@ -245,6 +245,7 @@ class NodeServer:
             discovery.heartbeat_ms,
             load,
             resolve_s=discovery.resolve_s,
+            meet=engine.meet,
         )
 
     def _engine_config(self, boot_id: bytes) -> EngineConfig:
@@ -325,6 +326,7 @@ class NodeServer:
             tracing=Tracing(self.config.trace),
             replayable=replayable,
             unaccepted=lambda: None if registration is None else registration.unaccepted,
+            connecting=lambda: registration is not None and registration.connecting,
         )
 
     def _sizes(self, model: str, ready: Ready) -> NodeSizes:

@@ -131,6 +131,8 @@ class ServingNode:
     prefix_cache: Switch = Switch.ON
     unaccepted: Callable[[], str | None] = lambda: None
     """Returns why no proxy sends requests to this node, or None if one does, or if it belongs to none."""
+    connecting: Callable[[], bool] = lambda: False
+    """Returns whether it connects to other nodes before the first request."""
     replayable: ReplayableAnswers = field(default_factory=lambda: ReplayableAnswers(ReplayLimits(0, 0, 0.0)))
     """The answers that are stored for clients that may ask again."""
     preparer: Preparer = field(default_factory=Preparer)
@@ -160,6 +162,8 @@ class ServingNode:
             return "draining", "this node is shutting down"
         if not self.alive:
             return "engine lost", "the engine is gone"
+        if self.connecting():
+            return "connecting", "this node connects to those that it fetches from"
         unaccepted = self.unaccepted()
         return None if unaccepted is None else ("unregistered", unaccepted)
 

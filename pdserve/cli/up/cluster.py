@@ -250,7 +250,8 @@ class LocalCluster:
                     if not child.alive:
                         raise child.died()
                 missing = self._nodes.keys() - await registered_nodes(session, self.url)
-                if not missing and await _is_ready(session, self.url):
+                servers = () if missing else (self.url, *(server.url for _, server in self._nodes.values()))
+                if servers and all(await asyncio.gather(*(_is_ready(session, url) for url in servers))):
                     return
                 compiling = self._look_at_compiler()
                 self._console.progress(self._share(missing, compiling), self._timing(), self._rows(missing, compiling))

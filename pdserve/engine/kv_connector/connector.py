@@ -8,6 +8,7 @@ of them bring an answer's blocks back (``ReturnOffers``, ``ReturnFetcher``).
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Protocol
 
 from pdserve.engine.kv_cache.block_manager import BlockManager
@@ -21,6 +22,7 @@ from pdserve.engine.scheduling.batch_plan import BatchPlan
 from pdserve.engine.scheduling.scheduler import Scheduler
 from pdserve.errors import EngineError
 from pdserve.wire.engine_counts import ReturnCounts
+from pdserve.wire.terms import PrefillTarget
 from pdserve.wire.transfer import FailureCause
 from pdserve_kvtransfer.events import (
     BlocksOffered,
@@ -30,6 +32,7 @@ from pdserve_kvtransfer.events import (
     FetchEnd,
     FetchFailed,
     FetchLanded,
+    PeersMet,
     PushCancelled,
     PushEnded,
     PushWanted,
@@ -53,6 +56,9 @@ class KvConnector(Protocol):
 
     def stepped(self, scheduler: Scheduler, plan: BatchPlan, now: float) -> None:
         """Passes on the blocks that became final when ``plan`` was computed."""
+
+    def meet(self, number: int, nodes: tuple[PrefillTarget, ...]) -> None:
+        """Connects to these nodes before any prompt goes to them."""
 
     def give_up(self, request: Request, reason: str, cause: FailureCause) -> None:
         """Tells a decode node, with ``cause``, that this node is about to end the request by its own decision."""
@@ -88,6 +94,9 @@ class NoTransferConnector:
     def stepped(self, scheduler: Scheduler, plan: BatchPlan, now: float) -> None:
         pass
 
+    def meet(self, number: int, nodes: tuple[PrefillTarget, ...]) -> None:
+        pass
+
     def give_up(self, request: Request, reason: str, cause: FailureCause) -> None:
         pass
 
@@ -121,11 +130,13 @@ class TransferConnector:
         offers: ReturnOffers | None = None,
         returning: ReturnFetcher | None = None,
         step: StepUnderWay | None = None,
+        met: Callable[[int], None] = lambda _: None,
     ) -> None:
         """This object closes ``transfers``, whose events it gives to the parts.
 
         Without ``offers`` and ``returning``, no generated blocks are returned from here, and to here.
         ``step`` is told when requests decode, if steps are computed on the cores of the transfer thread.
+        ``met`` is called with the number of a ``meet`` that is over.
         """
         self._transfers = transfers
         self._fetching = fetching
@@ -135,6 +146,7 @@ class TransferConnector:
         self._offers = offers
         self._returning = returning
         self._step = step
+        self._met = met
         self._reported_running = 0
         """The number of running requests when this node last reported its load, and when that was."""
         self._reported_at = -math.inf
@@ -171,6 +183,8 @@ class TransferConnector:
                 self._pushing.on_event(scheduler, event, now)
             case FetchLanded() | FetchFailed() | FetchCancelled():
                 self._on_fetch_end(scheduler, event, now)
+            case PeersMet(number):
+                self._met(number)
             case TransferThreadDied(message):
                 raise EngineError(f"the transfer thread died: {message}")
             case _:
@@ -197,6 +211,9 @@ class TransferConnector:
         self._pushing.stepped(scheduler, plan)
         if self._offers is not None:
             self._offers.stepped(plan, now)
+
+    def meet(self, number: int, nodes: tuple[PrefillTarget, ...]) -> None:
+        self._transfers.meet(number, nodes)
 
     def give_up(self, request: Request, reason: str, cause: FailureCause) -> None:
         if request.serves_push:

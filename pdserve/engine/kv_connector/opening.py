@@ -71,6 +71,7 @@ def open_connector(
     wake: Callable[[], None],
     life: LifeBoard,
     groups: Sequence[GroupBlocks] = (),
+    met: Callable[[int], None] = lambda _: None,
 ) -> tuple[KvConnector, str]:
     """Returns the node's running connector, and the address of its control channel, which is empty without peers.
 
@@ -78,7 +79,7 @@ def open_connector(
     bytes, in which ``groups`` says where their blocks are.
     ``shared`` is the memory that holds ``kv_cache``, if other engines may map it. ``ranks`` are this node's other
     ranks, each of which opens its own ``rank_transfer``. ``wake`` is called from other threads when ``poll`` has news.
-    Its threads show ``life``.
+    Its threads show ``life``. ``met`` is called in ``poll`` with the number of a ``meet`` that is over.
 
     Raises TransferError if its sockets or UCX cannot be opened, ConfigError if its host memory cannot be had or
     settings contradict each other.
@@ -152,7 +153,7 @@ def open_connector(
     if returns:
         offers = ReturnOffers(fetches, blocks.block_size)
         returning = ReturnFetcher(blocks, fetches, config.boot_id, memory.finish_writes, order)
-    return TransferConnector(transfers, fetching, pushing, reusing, holding, offers, returning, step), control
+    return TransferConnector(transfers, fetching, pushing, reusing, holding, offers, returning, step, met), control
 
 
 def _step_on_its_cores(kv_cache: torch.Tensor) -> StepUnderWay | None:

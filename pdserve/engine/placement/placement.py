@@ -50,6 +50,8 @@ class Placement:
         self._block_size = block_size
         self.bytes_per_token, self.bytes_per_prompt = bytes_per_token, bytes_per_prompt
         self._nodes: dict[BootId, PrefillNode] = {}
+        self._longest: dict[BootId, int] = {}
+        """The longest prompts of nodes that were met and had no order so far."""
         self._decisions: Counter[tuple[PrefillSource, PrefillReason]] = Counter()
         self._times = Estimate(0.0, 0.0, 0.0)
 
@@ -60,7 +62,8 @@ class Placement:
         if prompt.missing_tokens <= self._block_size:
             return PlacementDecision(PrefillSource.LOCAL, PrefillReason.SHORT)
         node = self._nodes.get(target.boot_id)
-        if node is not None and 0 < node.max_prompt_tokens < prompt.missing_tokens + prompt.cached_tokens:
+        longest = self._longest.get(target.boot_id, 0) if node is None else node.max_prompt_tokens
+        if 0 < longest < prompt.missing_tokens + prompt.cached_tokens:
             return PlacementDecision(PrefillSource.LOCAL, PrefillReason.UNFIT)
         if self._mode is Disaggregation.ALWAYS:
             return PlacementDecision(PrefillSource.REMOTE, PrefillReason.SETTING)
@@ -134,6 +137,7 @@ class Placement:
         if node is None:
             self._forget_idle()
             node = self._nodes[target.boot_id] = PrefillNode(target.name)
+            node.max_prompt_tokens = self._longest.pop(target.boot_id, 0)
         remote = node.measures(now, self.bytes_per_token, self.step_cost.tokens_per_s, self.bytes_per_prompt)
         expected_s = remote_time(PromptSize(tokens, cached_tokens, 0, 0), remote, self._max_num_batched_tokens)
         node.ordered(order, tokens, cached_tokens, expected_s, tokens / self.step_cost.tokens_per_s, now)
@@ -160,6 +164,10 @@ class Placement:
         node = self._nodes.get(boot_id)
         if node is not None:
             node.max_prompt_tokens = max_prompt_tokens
+            return
+        self._longest[boot_id] = max_prompt_tokens
+        if len(self._longest) > _MAX_NODES:
+            del self._longest[next(iter(self._longest))]
 
     def heard(self, boot_id: BootId, load: PrefillLoad, now: float) -> None:
         """Notes the load that a prefill node has reported."""

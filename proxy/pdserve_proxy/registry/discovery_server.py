@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import islice
 from types import TracebackType
 from typing import Self
 
@@ -37,6 +38,7 @@ from pdserve.wire.discovery import (
     ComputeCores,
     Deregister,
     FromProxy,
+    MeetNodes,
     NodeHeartbeat,
     NodeHello,
     NodeInfo,
@@ -47,6 +49,7 @@ from pdserve.wire.discovery import (
     ToProxy,
 )
 from pdserve.wire.status import IncidentKind
+from pdserve.wire.terms import PrefillTarget
 from pdserve.wire.version import SPOKEN, Spoken
 from pdserve_proxy.recent import Incidents
 from pdserve_proxy.registry.registry import MAX_NODES, Registry
@@ -66,6 +69,8 @@ A ROUTER takes a frame of each sender in turn, so every node has had its turn by
 dead nodes in the registry. (A flood of messages of very many parts does while it lasts: no node can be heard then.)
 """
 WARN_EVERY_S = 10.0
+MAX_TOLD = 64
+"""When a node registers, so many others hear at once that they are to meet it. The rest hears with an answer."""
 
 
 class DropCause(enum.Enum):
@@ -109,6 +114,11 @@ class DiscoveryServer:
         self._incidents = incidents or Incidents(clock)
         self._clock = clock
         self._live_proxies = 1
+        self._routes: dict[bytes, bytes] = {}
+        """Where the last message of each registered node came from, by boot id."""
+        self._told: dict[bytes, tuple[PrefillTarget, ...]] = {}
+        """Whom each of them was told to meet last, if anybody."""
+        registry.on_node(self._forget_gone)
         self._next_count_s = 0.0
         self._opener: Opener[ToProxy] = Opener(
             secret, Purpose.DISCOVERY, _to_proxy_type(), receiver=boot_id, skew=clocks
@@ -286,8 +296,32 @@ class DiscoveryServer:
         self._note_change(message, answer, before, drained=drained)
         if isinstance(message, Register) and before is None and answer is not None and answer.known:
             self._look_at_cores(message.node)
-        if answer is not None:
-            await self._send(route, boot_id, answer)
+        if answer is None:
+            return
+        if answer.known and not isinstance(message, Deregister):
+            self._routes[boot_id] = route
+            await self._tell_whom_to_meet(boot_id, again=not message.met)
+            await self._introduce(boot_id, before)
+        await self._send(route, boot_id, answer)
+
+    async def _introduce(self, boot_id: bytes, before: NodeInfo | None) -> None:
+        """Tells nodes at once that wait for somebody to meet, if this node is new or has another role."""
+        now = self._registry.node(boot_id)
+        if now is not None and (before is None or before.role is not now.role):
+            for other in islice(self._registry.unmet, MAX_TOLD):
+                await self._tell_whom_to_meet(other, again=False)
+
+    async def _tell_whom_to_meet(self, boot_id: bytes, *, again: bool) -> None:
+        """Tells a node whom it is to meet, if that has changed, or ``again``: a message may have been lost."""
+        nodes = self._registry.to_meet(boot_id)
+        if boot_id in self._routes and (nodes != self._told.get(boot_id, ()) or (again and nodes)):
+            self._told[boot_id] = nodes
+            await self._send(self._routes[boot_id], boot_id, MeetNodes(boot_id, nodes))
+
+    def _forget_gone(self, boot_id: bytes) -> None:
+        if boot_id in self._routes and self._registry.node(boot_id) is None:
+            del self._routes[boot_id]
+            self._told.pop(boot_id, None)
 
     async def _send(self, route: bytes, boot_id: bytes, answer: FromProxy) -> None:
         try:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+from bisect import bisect_right, insort
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -23,8 +24,9 @@ from urllib.parse import urlsplit
 import msgspec
 
 from pdserve.errors import MalformedFrame
-from pdserve.wire.discovery import Ack, Deregister, NodeHeartbeat, NodeInfo, NodeLoad, Register, Role
+from pdserve.wire.discovery import MAX_MET, Ack, Deregister, NodeHeartbeat, NodeInfo, NodeLoad, Register, Role
 from pdserve.wire.proxy_workers import KnownNode, Nodes, NodesChanged
+from pdserve.wire.terms import PrefillTarget
 from pdserve.wire.version import SPOKEN, Spoken
 from pdserve_proxy.recent import RecentCounts
 from pdserve_proxy.registry.snapshot import (
@@ -236,6 +238,26 @@ def _is_routed_alike(before: RegisteredNode, now: RegisteredNode) -> bool:
     return before.state is now.state and (before.info is now.info or before.info == now.info)
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Group:
+    """The nodes of one model that others fetch KV blocks from: prompts', or those of answers."""
+
+    model: str
+    fingerprint: str
+    of_prompts: bool
+
+    @classmethod
+    def met_by(cls, info: NodeInfo) -> _Group:
+        """Returns whom a node fetches from: a prefill node has the blocks of answers returned to it."""
+        return cls(info.model, info.fingerprint, of_prompts=info.role.answers)
+
+    @classmethod
+    def all_of(cls, info: NodeInfo) -> list[_Group]:
+        """Returns the groups that a node belongs to."""
+        offers = (takes_prompts(info), True), (info.role.answers and bool(info.control), False)
+        return [cls(info.model, info.fingerprint, of_prompts) for belongs, of_prompts in offers if belongs]
+
+
 class Registry(_NodeTable):
     """The nodes of one cluster. Times are seconds on one monotonic clock of the caller's."""
 
@@ -267,6 +289,10 @@ class Registry(_NodeTable):
         """Seconds in which this process did not listen: the clock of ``_heard_s`` is behind by them."""
         self._lost: dict[bytes, None] = {}
         """The boot ids of lost nodes, in the order of their losses."""
+        self._fetched_from: dict[_Group, list[bytes]] = {}
+        """The boot ids of the nodes that others fetch KV blocks from, in ascending order."""
+        self._unmet: dict[bytes, None] = {}
+        """The boot ids of nodes that have not met others so far."""
 
     def handle(self, message: Register | NodeHeartbeat | Deregister, now: float) -> Ack | None:
         """Handles one message of a node and returns the answer to it.
@@ -274,14 +300,34 @@ class Registry(_NodeTable):
         Raises MalformedFrame, and changes nothing, for a registration or a role that cannot be used.
         """
         match message:
-            case Register(node=info):
-                return Ack(info.boot_id, self._register(info, now))
+            case Register(node=info, met=met):
+                return Ack(info.boot_id, self._register(info, met, now))
             case NodeHeartbeat(boot_id=boot_id, role=role):
                 known = self._heartbeat(message, now)
                 return Ack(boot_id, known, role if known else None)
             case Deregister(boot_id=boot_id):
                 self._drop(boot_id)
                 return None
+
+    def to_meet(self, boot_id: bytes) -> tuple[PrefillTarget, ...]:
+        """Returns the nodes that a node is to connect to before it fetches KV blocks from them, at most ``MAX_MET``.
+
+        Of more, it takes those whose boot ids follow its own. These are random, so each is met by as many as any
+        other, and one that comes or goes changes the choice of few.
+        """
+        node = self._nodes.get(boot_id)
+        if node is None:
+            return ()
+        ring = self._fetched_from.get(_Group.met_by(node.info), [])
+        first = bisect_right(ring, boot_id)
+        nearest = (*ring[first : first + MAX_MET], *ring[: min(first, MAX_MET)])
+        chosen = [self._nodes[each].info for each in dict.fromkeys(nearest) if each != boot_id][:MAX_MET]
+        return tuple([PrefillTarget(info.name, info.control, info.boot_id) for info in chosen])
+
+    @property
+    def unmet(self) -> tuple[bytes, ...]:
+        """The boot ids of the nodes that have not met others so far."""
+        return tuple(self._unmet)
 
     def expire(self, now: float) -> tuple[RegisteredNode, ...]:
         """Drops the nodes that have missed too many heartbeats, and returns them.
@@ -326,7 +372,7 @@ class Registry(_NodeTable):
         """Boot ids of the last nodes that were dropped for their silence and have not come back."""
         return tuple(self._lost)
 
-    def _register(self, info: NodeInfo, now: float) -> bool:
+    def _register(self, info: NodeInfo, met: bool, now: float) -> bool:
         _check(info)
         known = self._nodes.get(info.boot_id)
         if known is not None and msgspec.structs.replace(known.info, role=info.role) != info:
@@ -346,7 +392,7 @@ class Registry(_NodeTable):
         # A node that drains says so in its next heartbeat, and not here.
         state = self._state_heard(info.boot_id, info.boot_id in self._draining)
         load, proxies = (known.load, known.proxies) if known else (NodeLoad(), 1)
-        self._renew_lease(RegisteredNode(info, load, state, now, proxies))
+        self._renew_lease(RegisteredNode(info, load, state, now, proxies, met))
         return True
 
     def _heartbeat(self, heartbeat: NodeHeartbeat, now: float) -> bool:
@@ -364,14 +410,18 @@ class Registry(_NodeTable):
         # The first heartbeat tells of all the tokens since the node's start.
         if node.load != NodeLoad():
             self.generated_lately.add(now, max(0, heartbeat.load.generated_tokens - node.load.generated_tokens))
-        self._renew_lease(RegisteredNode(info, heartbeat.load, state, now, proxies))
+        self._renew_lease(RegisteredNode(info, heartbeat.load, state, now, proxies, heartbeat.met))
         if self._watcher is not None:
             self._watcher.heard_from(heartbeat.boot_id, heartbeat.load)
         return True
 
     def _note_role(self, info: NodeInfo) -> None:
+        if (known := self.node(info.boot_id)) is not None:
+            self._leave_groups(known)
         if takes_prompts(info):
             self._note_prefilled(info.fingerprint)
+        for group in _Group.all_of(info):
+            insort(self._fetched_from.setdefault(group, []), info.boot_id)
 
     def _lose(self, info: NodeInfo) -> None:
         self._lost[info.boot_id] = None
@@ -387,6 +437,10 @@ class Registry(_NodeTable):
         self._heard_s[boot_id] = max(node.seen_s - self._unheard_s, latest_s)
         self._heard_s.move_to_end(boot_id)
         self._put(node)
+        if node.met:
+            self._unmet.pop(boot_id, None)
+        else:
+            self._unmet[boot_id] = None
 
     def _drop(self, boot_id: bytes) -> None:
         node = self._nodes.get(boot_id)
@@ -394,9 +448,17 @@ class Registry(_NodeTable):
             return
         del self._heard_s[boot_id], self._at[node.info.url]
         self._leave_machine(node.info)
+        self._leave_groups(node.info)
+        self._unmet.pop(boot_id, None)
         self._remove(boot_id)
         if self._watcher is not None:
             self._watcher.forget(boot_id)
+
+    def _leave_groups(self, info: NodeInfo) -> None:
+        for group in _Group.all_of(info):
+            self._fetched_from[group].remove(info.boot_id)
+            if not self._fetched_from[group]:
+                del self._fetched_from[group]
 
     def _join_machine(self, info: NodeInfo) -> None:
         if info.compute is not None:
@@ -483,6 +545,6 @@ class RegistryMirror(_NodeTable):
         # Each message brings an object of its own; the one that is known spares a comparison at each heartbeat.
         info = known.info if known is not None and known.info == entry.info else entry.info
         state = self._state_heard(boot_id, entry.draining)
-        self._put(RegisteredNode(info, entry.load, state, entry.seen_s, entry.proxies))
+        self._put(RegisteredNode(info, entry.load, state, entry.seen_s, entry.proxies, entry.met))
         if known is not None or entry.load != NodeLoad():  # the registration itself brings no load
             self._watcher.heard_from(boot_id, entry.load)

@@ -36,6 +36,8 @@ class RegisteredNode:
     """When its last message came, on the registry's clock."""
     proxies: int = 1
     """How many proxies know the node, by its last heartbeat."""
+    met: bool = False
+    """Whether it has once connected to nodes that this or another proxy has named, or has tried for long enough."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +81,20 @@ class Snapshot:
     """The load in each node's last heartbeat, by boot id."""
     live_proxies: int = 1
     """How many proxies the cluster has now, as far as its nodes know."""
+
+    @property
+    def ready_models(self) -> list[str]:
+        """The models that can be served without a wait for a first connection between two nodes."""
+        met = {node.info.boot_id for node in self.nodes if node.met}
+
+        def connected(pairing: Pairing) -> bool:
+            decode, partners = pairing.decode, pairing.prefill
+            if not partners:
+                return True
+            # Nobody fetches from a node without a control address.
+            return decode.boot_id in met and (not decode.control or any(node.boot_id in met for node in partners))
+
+        return [model for model, pairings in self.pairings.items() if any(map(connected, pairings))]
 
 
 class RegistryView(Protocol):

@@ -401,7 +401,7 @@ class WorkerChannel:
 
     def _entry(self, node: RegisteredNode) -> KnownNode:
         draining = node.info.boot_id in self._registry.draining
-        return KnownNode(node.info, node.load, node.seen_s, draining, node.proxies)
+        return KnownNode(node.info, node.load, node.seen_s, draining, node.proxies, node.met)
 
     async def _send(self, name: bytes, message: ToWorker) -> bool:
         """Returns whether there was room for the message."""

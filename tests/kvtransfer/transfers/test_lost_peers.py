@@ -14,6 +14,7 @@ from pdserve.control.frame import MAX_AGE_S
 from pdserve.errors import AuthenticationFailed, TransferError
 from pdserve.wire.rank import Direction
 from pdserve.wire.sampling_params import SampledToken
+from pdserve.wire.terms import PrefillTarget
 from pdserve.wire.transfer import Cancel, Failed, Hello, LinkAddress, Ping, Pong, Refused, Welcome
 from pdserve_kvtransfer import rank_thread
 from pdserve_kvtransfer.events import (
@@ -21,6 +22,7 @@ from pdserve_kvtransfer.events import (
     FetchFailed,
     FetchLanded,
     FirstTokenArrived,
+    PeersMet,
     PushCancelled,
     PushEnded,
     PushOutcome,
@@ -116,6 +118,26 @@ def test_a_greeting_that_is_never_answered_fails_though_pings_are() -> None:
         failed = decode.next(FetchFailed)
         assert failed.kind is FailureKind.PEER_LOST
         assert "greeting" in failed.reason
+
+
+def test_engines_are_met_before_any_order_but_those_that_are_gone_or_never_answer() -> None:
+    quick = replace(PATIENT, lease_ms=100, heartbeat_ms=50)  # a greeting has ten leases
+    with pair(config=quick) as rig, FakePrefill() as silent, engine(config=PATIENT) as gone:
+        gone.close()
+        dead = PrefillTarget("p1", gone.address, gone.boot_id)
+        own = PrefillTarget("d0", rig.decode.address, rig.decode.boot_id)
+        rig.decode.thread.meet(1, (silent.target, dead, own, rig.target))
+        silent.next(Hello)
+        assert rig.decode.next(PeersMet).number == 1
+        assert rig.prefill.thread.stats().handshakes == 1
+        rig.decode.thread.meet(2, (rig.target,))
+        assert rig.decode.next(PeersMet).number == 2
+        rig.decode.thread.fetch(rig.order((5,)))
+        rig.prefill.next(PushWanted)
+        assert rig.prefill.thread.stats().handshakes == 1
+        # Nothing is left of the greeting that was not answered.
+        rig.decode.thread.fetch(Pair(rig.decode, rig.decode).order((6,), target=silent.target))
+        silent.next(Hello)
 
 
 def test_a_dropped_message_of_a_decode_node_ends_its_pushes_at_once() -> None:

@@ -7,9 +7,9 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 
 import pytest
 import zmq
@@ -22,6 +22,7 @@ from pdserve.errors import ConfigError
 from pdserve.wire.discovery import Ack, Deregister, NodeHeartbeat, NodeLoad, Register, Role
 from pdserve.wire.ids import new_id
 from pdserve.wire.status import IncidentKind
+from pdserve.wire.terms import PrefillTarget
 from pdserve_proxy.metrics import ProxyMetrics, render_families
 from pdserve_proxy.recent import Incidents
 from pdserve_proxy.registry.discovery_server import MAX_MESSAGE_BYTES, DiscoveryServer
@@ -297,6 +298,52 @@ async def test_a_drain_is_told_at_once() -> None:
         registration.drain()
         await eventually(lambda: ear.registry.draining == {NODE.boot_id}, "the drain")
         assert ear.names() == ["d0"]
+
+
+class Meetings:
+    """The engine of a node that is told whom to meet."""
+
+    def __init__(self, hangs: bool = False) -> None:
+        self.hangs = hangs
+        self.met: list[list[str]] = []
+
+    def __call__(self, nodes: Sequence[PrefillTarget], met: Callable[[], None]) -> None:
+        self.met.append([node.name for node in nodes])
+        if not self.hangs:
+            met()
+
+
+async def test_nodes_are_told_at_once_whom_to_meet_and_one_that_hangs_keeps_none_waiting() -> None:
+    """The interval is a minute: only what is told at once can be heard in time."""
+    names = {"d0": Role.DECODE, "p0": Role.PREFILL, "p1": Role.PREFILL}
+    engines = {"d0": Meetings(hangs=True), "p0": Meetings(), "p1": Meetings()}
+    async with listening(heartbeat_s=60.0) as ear, AsyncExitStack() as stack:
+
+        async def join(name: str) -> tuple[Registration, asyncio.Task[None]]:
+            info = node_info(name, names[name], control=f"tcp://{name}.invalid:2")
+            made = Registration(info, (ear.control,), SECRET, 60_000, NodeLoad, meet=engines[name], meet_s=0.5)
+            task = asyncio.create_task(made.run())
+            stack.push_async_callback(cancelled, task)
+            await made.registered[ear.control].wait()
+            return made, task
+
+        decode, _ = await join("d0")
+        assert not decode.connecting and not ear.registry.snapshot().pairings
+        first, gone = await join("p0")
+        assert not first.connecting and not decode.connecting, "a node that was ready stays so"
+        await eventually(lambda: engines["d0"].met == [["p0"]], "the first to be met")
+        assert engines["p0"].met == [["d0"]] and not ear.registry.snapshot().ready_models
+        await eventually(
+            lambda: ear.registry.snapshot().ready_models == ["m"], "the end of the wait for an engine that hangs"
+        )
+        await join("p1")
+        await cancelled(gone)
+        await eventually(lambda: ear.names() == ["d0", "p1"], "the node has gone")
+        late = Meetings(hangs=True)
+        engines["d0"], names["d0"] = late, Role.DECODE
+        again, _ = await join("d0")  # at the same URL
+        assert again.connecting and late.met == [["p1"]], "it joins a cluster that has prefill nodes"
+        await eventually(lambda: not again.connecting, "its wait is bounded, too")
 
 
 async def test_a_restarted_proxy_learns_its_nodes_again() -> None:

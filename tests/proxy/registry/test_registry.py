@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import functools
+import itertools
+from collections import Counter
 
 import msgspec
 import pytest
 
 from pdserve.errors import MalformedFrame
-from pdserve.wire.discovery import Ack, Capacity, Deregister, NodeHeartbeat, NodeInfo, NodeLoad, Register, Role
+from pdserve.wire.discovery import (
+    MAX_MET,
+    Ack,
+    Capacity,
+    Deregister,
+    NodeHeartbeat,
+    NodeInfo,
+    NodeLoad,
+    Register,
+    Role,
+)
 from pdserve_proxy.registry import registry as registry_module
 from pdserve_proxy.registry.registry import MAX_HELD_BEATS, MAX_NODES, Registry
 from pdserve_proxy.registry.snapshot import Pairing, Reachability, unpaired_roles
@@ -58,6 +70,61 @@ def test_a_heartbeat_changes_the_role_by_which_nodes_are_paired() -> None:
     assert nodes.handle(Register(now), now=0.7) == Ack(switched.boot_id, True)
     nodes.handle(NodeHeartbeat(switched.boot_id, NodeLoad(), Role.DECODE), now=0.8)
     assert nodes.snapshot().pairings["m"] == (Pairing(switched, (prefill,)), Pairing(stays, (prefill,)))
+
+
+def met_by(of: Registry, node: NodeInfo) -> list[str]:
+    return sorted(target.name for target in of.to_meet(node.boot_id))
+
+
+def test_nodes_meet_those_of_their_model_that_they_fetch_from() -> None:
+    roles = {"p0": Role.PREFILL, "p1": Role.PREFILL, "d2": Role.DECODE, "m0": Role.MIXED}
+    of = {name: node_info(name, role, control=f"tcp://{name}:1") for name, role in roles.items()}
+    nodes = registry(*of.values(), other := node_info("d1", Role.DECODE, fingerprint="another"), NODE)
+    assert {name: met_by(nodes, node) for name, node in of.items()} == {
+        "p0": ["d2", "m0"],
+        "p1": ["d2", "m0"],
+        "d2": ["m0", "p0", "p1"],
+        "m0": ["p0", "p1"],
+    }
+    assert met_by(nodes, other) == [] and len(nodes.unmet) == 6
+    nodes.handle(NodeHeartbeat(of["p1"].boot_id, NodeLoad(), Role.DECODE, met=True), now=0.5)
+    assert met_by(nodes, of["p0"]) == ["d2", "m0", "p1"] and met_by(nodes, of["d2"]) == ["m0", "p0"]
+    for node in of.values():
+        nodes.handle(Deregister(node.boot_id), now=0.6)
+        assert met_by(nodes, node) == []
+    assert met_by(nodes, NODE) == [] and set(nodes.unmet) == {other.boot_id, NODE.boot_id}
+
+
+def test_of_many_nodes_each_meets_a_few_and_is_met_by_as_many() -> None:
+    def node(name: str, number: int, role: Role) -> NodeInfo:
+        return node_info(name, role, boot_id=(number * 2**120).to_bytes(16, "big"), control="tcp://h:1")
+
+    prefill = [node(f"p{number}", 8 * number, Role.PREFILL) for number in range(32)]
+    decode = [node(f"d{number}", 4 * number + 1, Role.DECODE) for number in range(64)]
+    nodes = registry(*prefill, *decode)
+    chosen = [met_by(nodes, each) for each in decode]
+    counts = Counter(itertools.chain.from_iterable(chosen))
+    assert {len(each) for each in chosen} == {MAX_MET} and set(counts.values()) == {2 * MAX_MET}
+    nodes.handle(Deregister(prefill[0].boot_id), now=0.5)
+    changed = [before != met_by(nodes, each) for each, before in zip(decode, chosen, strict=True)]
+    assert sum(changed) == 2 * MAX_MET
+
+
+def test_a_model_is_ready_when_a_pair_of_its_nodes_has_met_or_has_nobody_to_meet() -> None:
+    decode = node_info("d0", Role.DECODE, control="tcp://h:1")
+    later, prefill = node_info("d1", Role.DECODE, control="tcp://h:2"), node_at("tcp://h:3")
+    nodes = registry(decode, prefill)
+    nodes.handle(NodeHeartbeat(decode.boot_id, NodeLoad(), met=True), now=0.1)
+    assert nodes.snapshot().pairings and nodes.snapshot().ready_models == []
+    nodes.handle(NodeHeartbeat(prefill.boot_id, NodeLoad(), met=True), now=0.1)
+    assert nodes.snapshot().ready_models == ["m"]
+    nodes.handle(Register(later), now=0.2)
+    assert nodes.snapshot().ready_models == ["m"], "who joins later makes nobody wait"
+    nodes.handle(Deregister(decode.boot_id), now=0.3)
+    assert nodes.snapshot().ready_models == []
+    nodes.handle(Deregister(prefill.boot_id), now=0.4)
+    assert nodes.snapshot().ready_models == ["m"], "it computes its prompts by itself"
+    assert registry(node_at("tcp://h:1", Role.MIXED)).snapshot().ready_models == ["m"]
 
 
 def test_a_node_that_was_a_prefill_node_leaves_decode_nodes_that_serve_alone() -> None:

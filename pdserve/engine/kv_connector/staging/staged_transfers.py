@@ -482,6 +482,9 @@ class StagedTransfers:
         self._news.clear()
         return events
 
+    def meet(self, number: int, targets: tuple[PrefillTarget, ...]) -> None:
+        self._transfers.meet(number, targets)
+
     def stats(self) -> TransferStats:
         return self._transfers.stats()
 
