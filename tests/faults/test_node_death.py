@@ -69,7 +69,9 @@ class Broken:
 
 @pytest.fixture(scope="module")
 def broken(slow_tiny_model: Path) -> Iterator[Broken]:
-    with cluster(slow_tiny_model, *FLAGS, proxy_flags=EARLY_LOSS) as running, ExitStack() as stack:
+    # Without another decode node, a request ends after two seconds.
+    flags = (*EARLY_LOSS, "--resume-wait-s", "2")
+    with cluster(slow_tiny_model, *FLAGS, proxy_flags=flags) as running, ExitStack() as stack:
         yield Broken(running, slow_tiny_model, stack)
 
 
