@@ -11,7 +11,9 @@ a form, name none.
 from __future__ import annotations
 
 import asyncio
+import os
 import re
+import secrets
 from collections.abc import Awaitable, Callable, Mapping
 from types import MappingProxyType
 from typing import Any, Protocol, TypeAlias
@@ -20,7 +22,6 @@ from pdserve.errors import PayloadTooLarge, RequestError, RequestTimeout, Unsupp
 from pdserve.http.errors import error_body, error_form, error_headers
 from pdserve.http.outlet import OUTLET, Outlet
 from pdserve.patience import PatientTimeout
-from pdserve.wire.ids import new_id
 
 MOST_DIGITS = 18
 """An integer of more digits is beyond all that any field takes. Python's ``int`` refuses some thousands of them."""
@@ -36,6 +37,8 @@ Asgi: TypeAlias = Callable[[Any, Any, Any], Awaitable[None]]
 """An ASGI application."""
 
 UPLOAD_TIMEOUT_S = 60.0
+LABEL_BYTES = 16
+LABELS_AT_ONCE = 64
 PIECE_BYTES = 64 * 1024
 """Bytes of an answer that are written at once: as many as may be unread before a connection counts as full."""
 REQUEST_ID_HEADER = "x-request-id"
@@ -78,7 +81,23 @@ def read_whole(value: bytes) -> int | None:
 
 def request_label(given: str | None) -> str:
     """Returns ``given``, if it is fit for a header and a log line, or a new label."""
-    return given if given is not None and _LABEL.fullmatch(given) else new_id().hex()
+    return given if given is not None and _LABEL.fullmatch(given) else _new_label()
+
+
+_next_labels: list[str] = []
+"""Random labels that no request has yet: to ask the kernel for each is most of what one costs."""
+# A child that was forked would give the labels that its parent gives.
+os.register_at_fork(after_in_child=_next_labels.clear)
+
+
+def _new_label() -> str:
+    try:
+        return _next_labels.pop()
+    except IndexError:
+        fresh = secrets.token_hex(LABEL_BYTES * LABELS_AT_ONCE)
+        chars = 2 * LABEL_BYTES
+        _next_labels.extend([fresh[at : at + chars] for at in range(chars, len(fresh), chars)])
+        return fresh[:chars]
 
 
 class ClientGone(Exception):
@@ -161,7 +180,7 @@ class HttpRequest:
         self.path: str = scope["path"]
         self.query: bytes = scope["query_string"]
         given = self.fields.get(b"x-request-id")
-        self.label = new_id().hex() if given is None else request_label(given.decode("latin-1"))
+        self.label = _new_label() if given is None else request_label(given.decode("latin-1"))
         self.answered = False
         """Whether a response has begun."""
 

@@ -17,7 +17,7 @@ An engine's request that computes a prompt is the *parent* of the others that an
 
 from __future__ import annotations
 
-import os
+import secrets
 from typing import Annotated, TypeAlias
 
 import msgspec
@@ -34,23 +34,9 @@ RequestUuid: TypeAlias = Annotated[bytes, msgspec.Meta(min_length=16, max_length
 """The identity of one prompt of one client request."""
 
 
-ID_BYTES = 16
-IDS_AT_ONCE = 64
-
-_next_ids: list[bytes] = []
-"""Random identities that nothing has yet: to ask the kernel for each is most of what one costs."""
-# A child that was forked would give the identities that its parent gives.
-os.register_at_fork(after_in_child=_next_ids.clear)
-
-
 def new_id() -> bytes:
-    """Returns 16 bytes that the kernel made at random, for a boot id or a request uuid. Any thread may call it."""
-    try:
-        return _next_ids.pop()
-    except IndexError:
-        fresh = os.urandom(ID_BYTES * IDS_AT_ONCE)
-        _next_ids.extend([fresh[at : at + ID_BYTES] for at in range(ID_BYTES, len(fresh), ID_BYTES)])
-        return fresh[:ID_BYTES]
+    """Returns 16 random bytes, for a boot id or a request uuid."""
+    return secrets.token_bytes(16)
 
 
 class TransferId(msgspec.Struct, frozen=True, array_like=True):

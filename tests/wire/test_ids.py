@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import msgpack
 import msgspec
 import pytest
@@ -14,21 +12,6 @@ from pdserve.wire.ids import RequestId, TransferId, new_id
 def test_new_ids_differ() -> None:
     assert len({new_id() for _ in range(1000)}) == 1000
     assert len(new_id()) == 16
-
-
-def test_a_forked_child_makes_others_than_its_parent() -> None:
-    new_id()  # others are made with it, for later calls
-    reader, writer = os.pipe()
-    child = os.fork()
-    if not child:
-        os.write(writer, b"".join(new_id() for _ in range(64)))
-        os._exit(0)
-    os.close(writer)
-    with open(reader, "rb") as pipe:
-        told = pipe.read()
-    assert os.waitpid(child, 0)[1] == 0
-    assert len(told) == 64 * 16
-    assert not {told[at : at + 16] for at in range(0, len(told), 16)} & {new_id() for _ in range(200)}
 
 
 def test_a_transfer_id_is_a_key() -> None:
