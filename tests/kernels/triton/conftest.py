@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import math
 import os
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
+import pytest
 import torch
 
 
@@ -89,6 +91,13 @@ def describe_types_once() -> None:
     interpreter._get_np_dtype = known_dtype
     core.block_type.__init__ = block_type
     core.tensor.__init__ = tensor
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Has only the run of all tests look whether integers overflow, which is a quarter of the interpreter's time."""
+    if os.environ.get("TRITON_INTERPRET") == "1" and config.getoption("markexpr"):
+        builder = interpreter.interpreter_builder
+        builder.options = replace(builder.options, sanitize_overflow=False)
 
 
 if os.environ.get("TRITON_INTERPRET") == "1":

@@ -172,7 +172,7 @@ def check(case: Step, seed: int, processors: int) -> None:
 @example(step([(1, 150)], sunk=True), 0)
 @example(step([(129, 129)], block_size=64), 0)
 @example(step([(1, 150), (40, 110)], cap=0.5), 0)
-@example(step([(1, 64), (1, 150), (40, 110)], group=40, shared=12), 0)
+@example(step([(1, 64), (1, 65), (3, 70)], group=40, shared=12), 0)
 @example(step([(1, 64), (1, 150), (40, 110)], group=5, shared=10, window=32, sunk=True), 0)
 @example(step([(1, 64), (1, 150), (40, 110)], fp8=True), 0)
 @example(step([(1, 64), (1, 150), (40, 110)], group=5, shared=10, window=32, fp8=True), 0)

@@ -30,6 +30,7 @@ from tests.models.rerun_graph import RerunGraphs
 from tests.models.tiny_drafting import save_tiny_drafting
 from tests.models.tiny_families import CASES, save_tiny
 from tests.models.unsummed import Unsummed
+from tests.nightly import nightly
 from tests.tiny_models import VOCAB_SIZE, save_tiny_model
 
 IN_BLOCKS: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
@@ -114,7 +115,7 @@ def test_products_in_fp8(tmp_path: Path) -> None:
     """Each product of a layer rounds its inputs, which all steps round alike."""
     shape = IN_BLOCKS | {"hidden_size": 128, "intermediate_size": 128, "head_dim": 32, "num_hidden_layers": 1}
     narrow, wide = quantised_folders(save_tiny_model("llama", tmp_path / "made", **shape), "fp8-blocks", tmp_path)
-    kernels, (_, prompt, _), (_, table, _) = TritonKernels(4, fp8=True), *prompts_and_tables()
+    kernels, (_, _, prompt), (_, _, table) = TritonKernels(4, fp8=True), *prompts_and_tables()
 
     def runner(folder: Path, blocks: TritonKernels | None) -> ModelRunner:
         own = (folder, read_decoder_config(folder), Dtype.FP32, BLOCK_SIZE, NUM_BLOCKS, MAX_MODEL_LEN)
@@ -169,7 +170,7 @@ MORE_DRAFTING = ("glm4-moe", "qwen3-next")
 
 def with_more(every: tuple[str, ...], more: tuple[str, ...]) -> list[object]:
     """Returns parameters: what is computed in every run, and what is only computed at night."""
-    return [*every, *(pytest.param(family, marks=pytest.mark.nightly) for family in more)]
+    return [*every, *map(nightly, more)]
 
 
 @pytest.mark.parametrize("family", with_more(WHOLE, MORE))
@@ -182,7 +183,7 @@ def test_chunks_mixed_steps_and_decode_steps(family: str, tmp_path: Path) -> Non
     check([StepRow(other, 0, tables[2], True)], runner, peer)
 
 
-@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("captured", [nightly(False), True])
 def test_latents_in_fp8(captured: bool, tmp_path: Path) -> None:
     config = read_decoder_config(save("glm-moe-dsa", tmp_path))
     shape = (tmp_path, config, Dtype.FP32, BLOCK_SIZE, NUM_BLOCKS, MAX_MODEL_LEN)
@@ -203,10 +204,10 @@ def test_latents_in_fp8(captured: bool, tmp_path: Path) -> None:
     assert (runner.kv_cache.cpu() != peers[0].kv_cache).float().mean() < 0.01
 
 
-@pytest.mark.parametrize("captured", [pytest.param(False, marks=pytest.mark.nightly), True])
+@pytest.mark.parametrize("captured", [nightly(False), True])
 def test_tokens_replayed_in_one_step(captured: bool, tmp_path: Path) -> None:
     runner, peer = make_runners(save_tiny_model("llama", tmp_path))
-    (prompt, other, _), tables = prompts_and_tables()
+    (_, other, prompt), tables = prompts_and_tables()
     check([StepRow(prompt, 0, tables[0], False), StepRow(other, 0, tables[1], True)], runner, peer)
     if captured:
         runner.capture_decode(KERNELS, 8, CudaGraphs() if DEVICE.type == "cuda" else RerunGraphs())
@@ -263,20 +264,20 @@ def test_captured_steps_with_drafts_of_states(family: str, tmp_path: Path) -> No
 
     check_all([row(prompt, 0, request, -1, 5 * request) for request, prompt in enumerate(prompts)])
     rerun = RerunGraphs()
-    runner.capture_decode(KERNELS, 8, CudaGraphs() if DEVICE.type == "cuda" else rerun, linked=True)
+    runner.capture_decode(KERNELS, 4, CudaGraphs() if DEVICE.type == "cuda" else rerun, linked=True)
     first, second = (len(prompt) for prompt in prompts)
-    drafts = [row([7 + at], first + at, 0, at, at + 1) for at in range(4)]
+    drafts = [row([7 + at], first + at, 0, at, at + 1) for at in range(3)]
     check_all([row([9], second, 1, 5, 5), *drafts])
-    # Two drafts were right, so that the state after the third row is the present one.
-    check_all([row([3], first + 3, 0, 3, 6), row([4], first + 4, 0, 6, 7), row([5], second + 1, 1, 5, 5)])
-    check_all([row([6], first + 5, 0, 7, 7)])
+    # One of two drafts was right, so that the state after the second row is the present one.
+    check_all([row([3], first + 2, 0, 2, 6), row([4], first + 3, 0, 6, 7), row([5], second + 1, 1, 5, 5)])
+    check_all([row([6], first + 4, 0, 7, 7)])
     if DEVICE.type == "cpu":
         assert sum(graph.replays for graph in rerun.made) == 3
 
 
 @pytest.mark.parametrize("family", with_more(DRAFTING, MORE_DRAFTING))
 def test_drafts_follow_captured_steps(family: str, tmp_path: Path) -> None:
-    folder, (prompts, tables) = save_tiny_drafting(family, tmp_path), prompts_and_tables()
+    folder, (_, *prompts), (_, *tables) = save_tiny_drafting(family, tmp_path), *prompts_and_tables()
     shape = (folder, read_decoder_config(folder), Dtype.FP32, BLOCK_SIZE, NUM_BLOCKS, MAX_MODEL_LEN)
     runner = GroupedRunner(*shape, KERNELS, device=DEVICE, drafts=True)
     peer = GroupedRunner(*shape, TorchKernels(), drafts=True)
@@ -295,23 +296,23 @@ def test_drafts_follow_captured_steps(family: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", with_more(DRAFTING, MORE_DRAFTING))
 def test_captured_steps_are_completed_ahead_and_behind_the_next_ones(family: str, tmp_path: Path) -> None:
     """A step writes over the hidden states of the one before, which is completed first, or has kept them."""
-    folder, (prompts, tables) = save_tiny_drafting(family, tmp_path), prompts_and_tables()
+    folder, (_, *prompts), (_, *tables) = save_tiny_drafting(family, tmp_path), *prompts_and_tables()
     shape = (folder, read_decoder_config(folder), Dtype.FP32, BLOCK_SIZE, NUM_BLOCKS, MAX_MODEL_LEN)
     runner = GroupedRunner(*shape, KERNELS, device=DEVICE, drafts=True)
     peer = GroupedRunner(*shape, TorchKernels(), drafts=True)
-    runner.capture_decode(KERNELS, 4, CudaGraphs() if DEVICE.type == "cuda" else RerunGraphs())
+    runner.capture_decode(KERNELS, 2, CudaGraphs() if DEVICE.type == "cuda" else RerunGraphs())
     late: list[tuple[DraftRow, ComputedRows]] = []
-    for at in range(4):
+    for at in range(3):
         rows = [
             StepRow(prompt if at == 0 else [6 + at], len(prompt) + at - 1 if at else 0, table, True)
             for prompt, table in zip(prompts, tables, strict=True)
         ]
-        known = [DraftRow(i, [*row.token_ids[1:], 7 + at], at == 3) for i, row in enumerate(rows)]
+        known = [DraftRow(i, [*row.token_ids[1:], 7 + at], at == 2) for i, row in enumerate(rows)]
         runner.run(rows)
         for row, kept in late:
             runner.complete([row], of=kept)
         peer.run(rows)
-        if at < 3:
+        if at < 2:
             *ahead, last = known
             late = [(last, runner.kept())]
             unknown = [DraftRow(row.row, [*row.next_tokens[:-1], 0], False) for row in ahead]
