@@ -12,11 +12,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import triton
-from triton._C.libtriton import ir
+from triton._C.libtriton import ir, llvm
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.compiler.compiler import make_backend
@@ -42,6 +43,7 @@ from pdserve_kernels.triton.block_packing import PACKED_FORMS
 from pdserve_kernels.triton.cache_ops import gather_blocks, scatter_blocks
 from pdserve_kernels.triton.fp8_products import TritonFp8Linear
 from pdserve_kernels.triton.triton_kernels import TritonKernels
+from tests.nightly import nightly
 
 pytestmark = pytest.mark.integration
 
@@ -84,7 +86,7 @@ class Launch:
         return triton.compile(self._source(), target=_target(capability), options=options)
 
     def shared_memory(self, capability: int) -> int:
-        """Returns the bytes that a program needs. Machine code is not made, which takes most of the time."""
+        """Returns the bytes that a program needs. What takes most of the time is left out: LLVM's work, and ptxas's."""
         source, target, metadata = self._source(), _target(capability), dict[str, Any]()
         backend = make_backend(target)
         options = backend.parse_options({**self.options, **source.parse_options(), "enable_fp_fusion": True})
@@ -95,8 +97,9 @@ class Launch:
         module = source.make_ir(target, options, functions, modules, context)
         stages: dict[str, Any] = {}
         backend.add_stages(stages, options, source.language)
-        for stage in ("ttir", "ttgir", "llir"):
-            module = stages[stage](module, metadata)
+        with patch.object(llvm, "optimize_module", lambda *_, **__: None):
+            for stage in ("ttir", "ttgir", "llir"):
+                module = stages[stage](module, metadata)
         return int(metadata["shared"])
 
     def _source(self) -> Any:
@@ -145,10 +148,8 @@ def check(launches: list[Launch]) -> dict[str, Any]:
     return built
 
 
-def step(layout: KvLayout, heads: int, window: int | None, norms: bool = False, cap: float | None = None) -> None:
-    """Launches the attention of a step with rows of every kind, alone and in a batch that needs no parts."""
-    for rows in ([AttentionRow(1, 200, range(13)), AttentionRow(3, 200, range(13))], [AttentionRow(1, 1, [0])]):
-        attend(rows, layout, heads, window, norms, cap)
+MIXED = [AttentionRow(1, 200, range(13)), AttentionRow(3, 200, range(13))]
+"""The rows of a step, of every kind."""
 
 
 def attend(
@@ -174,7 +175,9 @@ def attend(
 def launch_8b_model() -> None:
     """Launches every op of an 8B model in bf16."""
     layout, kernels = KvLayout(8, 32, 16, 128, torch.bfloat16), TritonKernels(PROCESSORS)
-    step(layout, 32, window=None)
+    # With rows of every kind, and in a batch that needs no parts.
+    for rows in (MIXED, [AttentionRow(1, 1, [0])]):
+        attend(rows, layout, 32, window=None)
     x, weight = torch.empty(3, 4096, dtype=torch.bfloat16), torch.empty(4096, dtype=torch.bfloat16)
     kernels.rms_norm(x, weight, 1e-5)
     kernels.add_rms_norm(x, x, weight, 1e-5)
@@ -213,19 +216,29 @@ def test_every_op_of_an_8b_model(launches: list[Launch]) -> None:
 def test_attention_of_other_shapes(
     launches: list[Launch], layout: KvLayout, heads: int, window: int | None, norms: bool, cap: float | None
 ) -> None:
-    step(layout, heads, window, norms, cap)
+    attend(MIXED, layout, heads, window, norms, cap)
     assert {"_decode_kernel", "_combine_kernel", "_prefill_kernel", "_projection_kernel"} == check(launches).keys()
 
 
-def test_chunked_attention(launches: list[Launch]) -> None:
-    rows = [AttentionRow(1, 200, range(13)), AttentionRow(3, 200, range(13))]
-    attend(rows, KvLayout(1, 36, 16, 128, torch.bfloat16), 5, 96, chunked=True)
+@pytest.mark.parametrize(
+    ("layout", "heads", "window", "chunked", "sunk"),
+    [
+        (KvLayout(8, 12, 16, 64, torch.bfloat16), 64, 128, True, True),
+        nightly(KvLayout(1, 36, 16, 128, torch.bfloat16), 5, 96, True, False),
+        nightly(KvLayout(8, 12, 16, 64, torch.bfloat16), 64, 128, False, True),
+    ],
+    ids=["chunks and sinks", "chunks", "sinks"],
+)
+def test_attention_in_chunks_and_with_sinks(
+    launches: list[Launch], layout: KvLayout, heads: int, window: int, chunked: bool, sunk: bool
+) -> None:
+    attend(MIXED, layout, heads, window, chunked=chunked, sinks=torch.empty(heads) if sunk else None)
     assert {"_decode_kernel", "_combine_kernel", "_prefill_kernel", "_projection_kernel"} == check(launches).keys()
 
 
 def test_attention_to_a_cache_in_fp8(launches: list[Launch]) -> None:
     layout = KvLayout(8, 32, 16, 128, torch.bfloat16, fp8=True)
-    step(layout, 32, window=None)
+    attend(MIXED, layout, 32, window=None)
     planned = TritonKernels(PROCESSORS).plan_attention(
         layout, layout.allocate(4, torch.device("cpu")), [AttentionRow(1, 1, [0])], 32, 0.1
     )
@@ -237,18 +250,10 @@ def test_attention_to_a_cache_in_fp8(launches: list[Launch]) -> None:
     assert "mma" in built["_decode_kernel"].asm["ptx"]
 
 
-def test_attention_with_sinks(launches: list[Launch]) -> None:
-    rows = [AttentionRow(1, 200, range(13)), AttentionRow(3, 200, range(13))]
-    attend(rows, KvLayout(8, 12, 16, 64, torch.bfloat16), 64, 128, sinks=torch.empty(64))
-    assert {"_decode_kernel", "_combine_kernel", "_prefill_kernel", "_projection_kernel"} == check(launches).keys()
-
-
-@pytest.mark.parametrize(
-    ("heads", "fp8"), [(128, False), (128, True), pytest.param(20, False, marks=pytest.mark.nightly)]
-)
+@pytest.mark.parametrize(("heads", "fp8"), [(128, False), nightly(128, True), nightly(20, False)])
 def test_latent_attention(launches: list[Launch], heads: int, fp8: bool) -> None:
     layout = KvLayout(1, 61, 16, 576, torch.bfloat16, 512, fp8)
-    attend_to_latents([AttentionRow(1, 200, range(13)), AttentionRow(3, 200, range(13))], layout, heads)
+    attend_to_latents(MIXED, layout, heads)
     built = check(launches)
     assert {"_decode_kernel", "_combine_kernel", "_prefill_kernel", "_kv_write_kernel"} == built.keys()
     assert "mma" in built["_decode_kernel"].asm["ptx"]
@@ -260,7 +265,7 @@ def attend_to_latents(rows: list[AttentionRow], layout: KvLayout, heads: int) ->
     TritonKernels(PROCESSORS).plan_attention(layout, cache, rows, heads, 0.1)(1, query, key[None])
 
 
-@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("fp8", [nightly(False), True])
 def test_attention_to_chosen_tokens(launches: list[Launch], fp8: bool) -> None:
     layout, rows = KvLayout(1, 2, 16, 704, torch.bfloat16, 512, fp8), [AttentionRow(1, 3000, range(188))]
     cache = layout.allocate(188, torch.device("cpu"))
@@ -309,7 +314,7 @@ def test_programs_fit_the_shared_memory_of_each_kind_of_gpu(
     monkeypatch.setattr(JITFunction, "run", launch)
     monkeypatch.setattr(paged_attention, "_fitting", {})
     layout = KvLayout(1, 2, 16, head_dim, dtype)
-    attend([AttentionRow(1, 200, range(13)), AttentionRow(3, 200, range(13))], layout, 4, 512, norms=True)
+    attend(MIXED, layout, 4, 512, norms=True)
     assert {name: keys for name, (_, keys) in needs.items()} == {
         "_projection_kernel": 0,
         "_decode_kernel": decode_keys,
@@ -432,9 +437,8 @@ def test_experts_fit_the_shared_memory_of_each_kind_of_gpu(
 
 def kernels_of(capability: int) -> TritonKernels:
     """Returns the set that a GPU of this compute capability gets."""
-    with pytest.MonkeyPatch.context() as patch:
-        found = SimpleNamespace(multi_processor_count=PROCESSORS, major=capability // 10, minor=capability % 10)
-        patch.setattr(torch.cuda, "get_device_properties", lambda _: found)
+    found = SimpleNamespace(multi_processor_count=PROCESSORS, major=capability // 10, minor=capability % 10)
+    with patch.object(torch.cuda, "get_device_properties", lambda _: found):
         return TritonKernels.of(torch.device("cuda"))
 
 
