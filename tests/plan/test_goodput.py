@@ -19,7 +19,14 @@ TTFT_S = 0.7
 
 @pytest.mark.parametrize(
     ("rate", "itl_s"),
-    [(1.8, 0.017), nightly(1.8, 0.025), nightly(1.8, 0.043), nightly(2.8, 0.017), nightly(2.8, 0.025), (2.8, 0.043)],
+    [
+        nightly(1.8, 0.017),
+        nightly(1.8, 0.025),
+        nightly(1.8, 0.043),
+        nightly(2.8, 0.017),
+        nightly(2.8, 0.025),
+        (2.8, 0.043),
+    ],
 )
 def test_at_a_rate_auto_serves_as_many_within_targets_as_the_better_of_the_others(rate: float, itl_s: float) -> None:
     targets = PlanTargets(TTFT_S, itl_s)
@@ -47,7 +54,7 @@ def test_auto_serves_clients_about_as_well_as_the_better_of_the_others(
         nightly("256/64", 0.9, 0.0155, 1.3),
         nightly("64/256", 0.29, 0.015, 0.97),
         ("1024/32", 5.6, 0.0222, 0.95),
-        ("mix", 1.27, 0.0158, 1.0),
+        nightly("mix", 1.27, 0.0158, 1.0),
     ],
     ids=str,
 )
@@ -70,7 +77,8 @@ def test_where_nothing_is_told_clients_get_as_many_tokens_as_from_one_mixed_node
 
 
 @pytest.mark.parametrize(
-    ("clients", "itl_s", "least"), [nightly(1, 0.017, 1.0), (4, 0.017, 1.0), nightly(4, 0.043, 0.8), (8, 0.043, 0.75)]
+    ("clients", "itl_s", "least"),
+    [nightly(1, 0.017, 1.0), (4, 0.017, 1.0), nightly(4, 0.043, 0.8), nightly(8, 0.043, 0.75)],
 )
 def test_where_nothing_is_told_auto_keeps_streams_steady_at_the_cost_of_some_first_tokens(
     clients: int, itl_s: float, least: float

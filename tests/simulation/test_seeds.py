@@ -32,9 +32,8 @@ from pdserve.engine.scheduling.scheduler import Scheduler
 from tests.nightly import nightly
 
 SEEDS = (
-    *(0, 2, 3, 22, 173, 308, 359, 410, 493, 497, 568, 1044, 1087, 10_004, 10_016),
-    *(60_000, 60_014),
-    *(70_000, 70_002, 70_005),
+    *(2, 22, 173, 308, 359, 410, 493, 497, 568, 1044, 1087, 10_016),
+    *(60_000, 70_000, 70_002, 70_005),
 )
 """Together they have each fault, each manner of a client and each intrusion. The others run at night."""
 FOUND = [
@@ -104,7 +103,8 @@ def test_an_answer_with_drafts_is_the_right_one(
 @pytest.mark.integration
 def test_a_seed_decides_everything() -> None:
     """Also in another process, where sets of texts have another order."""
-    seed = next(seed for seed in range(100) if len(plan_of(seed).faults) > 2)
+    seed = 13  # the quickest of the first ones with so many faults
+    assert len(plan_of(seed).faults) > 2
     first = run_plan(seed, plan_of(seed))
     assert run_plan(seed, plan_of(seed)).digest == first.digest
     assert run_plan(seed + 1_000, plan_of(seed)).digest != first.digest

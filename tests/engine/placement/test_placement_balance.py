@@ -32,7 +32,7 @@ def test_a_decode_node_computes_the_share_that_is_best(clients: int, shares: Seq
     assert found.ttft_s <= 1.1 * best.ttft_s
 
 
-@pytest.mark.parametrize(("nodes", "shares"), [nightly(1, (0.2, 0.3, 0.4)), (3, (0.5, 0.6, 0.7))])
+@pytest.mark.parametrize(("nodes", "shares"), [nightly(1, (0.2, 0.3, 0.4)), (3, (0.6,)), nightly(3, (0.5, 0.6, 0.7))])
 def test_old_news_cost_little_however_many_decode_nodes_share_a_prefill_node(
     nodes: int, shares: Sequence[float]
 ) -> None:
