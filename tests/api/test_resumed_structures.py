@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from tests.api.node import MODEL
 from tests.api.scripted_engine import EOS
 from tests.api.stepped_node import stepped_node
 from tests.api.test_resumed_answers import CHAT, MESSAGES, TEXT, by_choice, events_of, journal_of
+from tests.nightly import nightly
 
 pytestmark = pytest.mark.integration  # each node starts the process that tries grammars
 
@@ -60,10 +60,10 @@ STRUCTURES: list[tuple[dict[str, Any], Callable[[str], bool]]] = [
     (FREE_TEXT, lambda _: False),
     (tagged({"type": "sequence", "elements": BOUND}), is_tagged),
 ]
-ROUTES = [
-    (CHAT, {"messages": MESSAGES, "logprobs": True, "top_logprobs": 2, "n": 2}),
-    (TEXT, {"prompt": ["x", "y"], "stop": ["12"], "include_stop_str_in_output": True}),
-]
+PROMPTS = {
+    CHAT: {"messages": MESSAGES, "logprobs": True, "top_logprobs": 2, "n": 2},
+    TEXT: {"prompt": ["x", "y"], "stop": ["12"], "include_stop_str_in_output": True},
+}
 
 
 @pytest.fixture(scope="module")
@@ -85,16 +85,17 @@ def whole_texts(events: list[bytes]) -> list[str]:
     return [texts[index] for index in ended]
 
 
-@pytest.mark.parametrize("group", [1, 3])
+# The route says how events are written, and the group how many tokens an event has.
+@pytest.mark.parametrize(("path", "group"), [(CHAT, 1), (TEXT, 3), nightly(TEXT, 1), nightly(CHAT, 3)])
 async def test_every_prefix_can_be_resumed(
-    group: int, tokenizer: Tokenizer, vocabulary: LLTokenizer, model_dir: Path
+    path: str, group: int, tokenizer: Tokenizer, vocabulary: LLTokenizer, model_dir: Path
 ) -> None:
     async with (
         stepped_node(tokenizer, (), group, model_dir=model_dir, vocabulary=vocabulary) as first,
         stepped_node(tokenizer, (), group, model_dir=model_dir, vocabulary=vocabulary) as second,
     ):
-        for (path, prompt), (structure, fits) in itertools.product(ROUTES, STRUCTURES):
-            body = {"model": MODEL, "stream": True, "seed": 8, "max_tokens": 40, **prompt, **structure}
+        for structure, fits in STRUCTURES:
+            body = {"model": MODEL, "stream": True, "seed": 8, "max_tokens": 40, **PROMPTS[path], **structure}
             whole = await first.begin(path, body)
             assert whole.status == 200, whole.body
             events = events_of(whole.body)

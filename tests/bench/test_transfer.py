@@ -29,7 +29,7 @@ from tests.tiny_models import save_tiny_model
 pytestmark = pytest.mark.integration
 
 NIXL = "print('nixl 8192 16 2.00 GB/s total, 3.50 xfer-only; 4.0 us/blk')"
-SMALL = ("--block-kib", "8", "--fetch-mib", "1", "--repeats", "2", "--decode-s", "1.6", "--decode-context", "32")
+SMALL = ("--block-kib", "8", "--fetch-mib", "1", "--repeats", "1", "--decode-s", "1.6", "--decode-context", "32")
 
 
 def test_a_run_measures_all_and_can_be_compared(tmp_path: Path) -> None:
