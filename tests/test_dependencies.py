@@ -7,7 +7,7 @@ import importlib.metadata
 import re
 import sys
 import tomllib
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from functools import cache
 from pathlib import Path
 
@@ -19,6 +19,8 @@ COMPAT = ROOT / "lab" / "compat"
 PROGRAMS = COMPAT / "programs"
 SHARED = {"checks", "commands"}
 PLUGIN = "plugin"
+BLOCKS = ("body", "orelse", "finalbody", "handlers", "cases")
+"""What of a statement has statements in it."""
 OURS = {"pdserve", "pdserve_proxy", "pdserve_kvtransfer", "pdserve_kernels", "benchmarks", "lab", "tests"}
 # A dependency exposes these packages in its own interface, and so installs them.
 BROUGHT = {
@@ -43,13 +45,18 @@ def names_in(requirements: Iterable[str]) -> set[str]:
 
 def undeclared(folders: Iterable[Path], known: set[str]) -> set[str]:
     """Returns the modules that are imported below ``folders`` and that no package with a ``known`` name has."""
-    providers = importlib.metadata.packages_distributions()
+    providers = distributions()
     return {
         module
         for folder in folders
         for module in imported(folder)
         if BROUGHT.get(module) not in known and not known & {canonical(name) for name in providers.get(module, [])}
     }
+
+
+@cache
+def distributions() -> Mapping[str, list[str]]:
+    return importlib.metadata.packages_distributions()
 
 
 def canonical(name: str) -> str:
@@ -67,11 +74,15 @@ def has_own_environment(path: Path) -> bool:
 @cache
 def imports_of(path: Path) -> frozenset[str]:
     names: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            names |= {alias.name.split(".")[0] for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
-            names.add(node.module.split(".")[0])
+    blocks: list[list[ast.AST]] = [list(ast.parse(path.read_text()).body)]
+    while blocks:
+        for node in blocks.pop():
+            if isinstance(node, ast.Import):
+                names |= {alias.name.split(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+                names.add(node.module.split(".")[0])
+            # An import is a statement, and expressions, which have none in them, are most of a module.
+            blocks += [getattr(node, field) for field in BLOCKS if hasattr(node, field)]
     return frozenset(names - set(sys.stdlib_module_names) - OURS)
 
 

@@ -1,6 +1,6 @@
 """A program that computes models and prints the tokens. ``processes.lean_torch_command`` runs it.
 
-It first imports every module of an engine, in forks, and notes those that cannot be imported. Standard input has an
+It first imports every module of an engine, in a fork, and notes those that cannot be imported. Standard input has an
 ``Order`` and standard output gets a ``Results``, as JSON.
 """
 
@@ -34,7 +34,7 @@ class Order(msgspec.Struct, frozen=True):
     each_first: bool
     """Whether each module is imported before all others, in a fork of its own, which takes a second for ten of them.
 
-    Otherwise there are two forks, which import all of them by their names, from the first and from the last on.
+    Otherwise one fork imports all of them in the order of their names.
     """
 
 
@@ -78,7 +78,7 @@ def unimportable(*, each_first: bool) -> list[str]:
     ]
     names = sorted(name for name in found if not name.endswith("__main__"))
     read, write = os.pipe()
-    for turn in [[name] for name in names] if each_first else [names, names[::-1]]:
+    for turn in [[name] for name in names] if each_first else [names]:
         child = os.fork()
         if child == 0:
             for name in turn:
