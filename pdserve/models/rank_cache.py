@@ -11,6 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from pdserve.config import Dtype, KvCacheDtype
@@ -138,6 +140,15 @@ class KvGroup:
             return table, 0
         first, begin = self.blocks.first, self.blocks.spec.needed(start, self.layout.block_size).start
         return [block - first for block in table[begin:]], begin
+
+    def begins(self, starts: npt.NDArray[np.int32]) -> npt.NDArray[np.int32] | None:
+        """Returns the number of the first block that ``held`` returns for each of ``starts``; None for group 0."""
+        if self.number == 0:
+            return None
+        # Without a window, no token is before what is seen.
+        window = self.blocks.spec.window or np.iinfo(np.int32).max
+        begins: npt.NDArray[np.int32] = np.maximum(starts - (window - 1), 0) // self.layout.block_size
+        return begins
 
     def most_blocks(self, tokens: int) -> int:
         """Returns the most blocks that a single token reads and writes in a context of up to ``tokens``."""

@@ -301,25 +301,9 @@ def padded_parts(
     tables: list[Numbers] = []
     nowhere = [PADDING_SLOT] * len(padding)
     for group in attention:
-        size = group.layout.block_size
-        if not group.number:
-            own, ids = _whole_tables(rows, positions, size)
-            parts += own
-            tables.append(ids)
-            continue
-        slots: list[int] = []
-        starts: list[int] = []
-        blocks = []
-        end = 0
-        for row in rows:
-            held, first = group.held(row.table(group.number), row.start)
-            slots.append(held[row.start // size - first] * size + row.start % size)
-            # A row's blocks are counted from the beginning of its context. None that is left out is read.
-            starts.append(end - first)
-            blocks.append(block_ids(held, -(-row.context_len // size) - first))
-            end += len(blocks[-1])
-        parts += [slots + nowhere, starts + padding]
-        tables.append(joined(blocks))
+        own, ids = _group_tables(rows, positions, group)
+        parts += own
+        tables.append(ids)
     for kept in states:
         own_tables = [row.table(kept.number) for row in rows]
         if linked:
@@ -330,20 +314,27 @@ def padded_parts(
     return parts + tables[::-1]
 
 
-def _whole_tables(
-    rows: Sequence[StepRow], positions: npt.NDArray[np.int32], block_size: int
+def _group_tables(
+    rows: Sequence[StepRow], positions: npt.NDArray[np.int32], group: KvGroup
 ) -> tuple[list[Numbers], npt.NDArray[np.int32]]:
-    """Returns slots and starts of the tables of group 0, for each of ``positions``, and the tables.
+    """Returns slots and starts of the tables of a group, for each of ``positions``, and the tables.
 
+    A row's blocks are counted from the beginning of its context. None that a window leaves out is read.
     It has no line of Python for each row but those that cannot be spared.
     """
-    last_blocks, places = np.divmod(positions[: len(rows)], block_size)
-    counts = last_blocks + 1
-    ids = joined([block_ids(row.block_table, count) for row, count in zip(rows, counts.tolist(), strict=True)])
+    size, number = group.layout.block_size, group.number
+    last_blocks, places = np.divmod(positions[: len(rows)], size)
+    counts, begins = last_blocks + 1, group.begins(positions[: len(rows)])
+    if begins is None:
+        ids = joined([block_ids(row.block_table, count) for row, count in zip(rows, counts.tolist(), strict=True)])
+        ends = counts.cumsum()
+    else:
+        held = zip(rows, begins.tolist(), counts.tolist(), strict=True)
+        ids = joined([block_ids(row.table(number), count)[begin:] for row, begin, count in held]) - group.blocks.first
+        ends = (counts - begins).cumsum()
     slots, starts = np.full(len(positions), PADDING_SLOT, np.int32), np.zeros(len(positions), np.int32)
     if rows:
-        ends = counts.cumsum()
-        slots[: len(rows)] = ids[ends - 1] * block_size + places
+        slots[: len(rows)] = ids[ends - 1] * size + places
         starts[: len(rows)] = ends - counts
     return [slots, starts], ids
 

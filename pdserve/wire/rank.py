@@ -63,6 +63,8 @@ class RankRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_lik
     scored_to: int = 0
     """The logits after the tokens from ``scored_from`` to this one are wanted, too; 0 if none are."""
     others: list[list[int]] = []
+    windows: dict[int, int] = {}
+    """The places of windows' tables among ``others``, each with the number of first blocks that it has given back."""
 
     @property
     def scored(self) -> range:
@@ -70,7 +72,7 @@ class RankRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_lik
 
 
 class NextRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True, tag=1):
-    """A ``StepRow`` whose block table is that of a row before it, which is known. No token of it is scored."""
+    """A ``StepRow`` whose tables are those of a row before it, which are known. No token of it is scored."""
 
     row: int
     """The place of that row in the last step; or, if it is one of this step, -1 - its place here."""
@@ -81,13 +83,35 @@ class NextRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_lik
     back: int = 0
     """So many tokens before the end of that row this one starts."""
     others: list[list[int]] = []
-    """The tables of the groups behind the first one, as a whole."""
+    """Of a window's table, the number of first blocks that it has given back, and the ids that it has got since; or
+    nothing, if it is as it was. Of a group of states, both states."""
+
+
+class NextRows(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True, tag=2):
+    """Rows in turn, of which each is a ``NextRow`` of the next row in turn of the last step.
+
+    Each begins where that one ends, and has one token, whose logits are wanted. Of states, it begins with that which
+    that one writes.
+    """
+
+    row: int
+    """The place of the row before the first of these in the last step."""
+    token_ids: list[int]
+    """The token of each row. The lists below name a row by its place here."""
+    grown: list[int] = []
+    """The rows of which every table has got one more block."""
+    blocks: list[list[int]] = []
+    """These blocks: of the first group, and of each window."""
+    given_back: list[list[int]] = []
+    """For each window, the rows whose tables have given one more of their first blocks back."""
+    states: list[list[int]] = []
+    """For each group of states, the state that each row writes."""
 
 
 class Step(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="step"):
     """Orders a rank to compute one step together with the other ranks."""
 
-    rows: list[RankRow | NextRow]
+    rows: list[RankRow | NextRow | NextRows]
 
 
 class RankDraft(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):

@@ -10,11 +10,14 @@ from itertools import pairwise
 import msgspec
 import pytest
 
-from pdserve.engine.kv_cache.block_table import BlockTable, StateTable
+from pdserve.engine.kv_cache.block_manager import BlockManager
+from pdserve.engine.kv_cache.block_table import BlockTable, StateTable, WindowTable
 from pdserve.engine.tp.rank_rows import ReceivedRows, SentRows
 from pdserve.errors import MalformedFrame
 from pdserve.models.runner import DraftRow, StepRow
-from pdserve.wire.rank import Draft, NextRow, RankDraft, RankRow, Step
+from pdserve.wire.cache_groups import Keep
+from pdserve.wire.rank import Draft, NextRow, NextRows, RankDraft, RankRow, Step
+from tests.engine.fake_model import groups_of
 
 SIZE = 4
 
@@ -121,7 +124,7 @@ def test_a_row_that_decodes_on_takes_a_few_bytes_however_long_its_context_is() -
     pair, tables = Pair(), [BlockTable(range(2000)) for _ in range(256)]
     pair.told([StepRow([150_000], 31_000, table, True) for table in tables])
     message = pair.told([StepRow([150_000], 31_001, table, True) for table in tables])
-    assert all(isinstance(row, NextRow) for row in message.rows)
+    assert [type(row) for row in message.rows] == [NextRows]
     assert len(msgspec.msgpack.encode(message)) < 16 * 256
 
 
@@ -134,7 +137,7 @@ def test_drafts_take_a_few_bytes_however_long_their_contexts_are() -> None:
     assert len(msgspec.msgpack.encode(message)) < 16 * 256
     # What the message has brought is not sent again.
     step = pair.told([StepRow([150_000], 31_001, table, True) for table in tables])
-    assert not any(row.blocks for row in step.rows if isinstance(row, NextRow))
+    assert [row.grown for row in step.rows if isinstance(row, NextRows)] == [[]]
 
 
 def test_drafts_of_several_rows_of_a_request_and_of_tables_that_are_not_known_arrive_as_they_were() -> None:
@@ -170,6 +173,127 @@ def test_rows_of_one_request_and_scored_rows_arrive_as_they_were() -> None:
     pair.told([StepRow([1], 13, list(table), True)])
 
 
-def test_a_row_that_goes_on_with_none_is_malformed() -> None:
-    with pytest.raises(MalformedFrame, match="row 3 of a step that had 0"):
-        ReceivedRows().rows(Step([NextRow(3, [1], [], True)]))
+def test_rows_that_go_on_with_none_or_with_other_tables_are_malformed() -> None:
+    received = ReceivedRows()
+    for row, match in (
+        (NextRow(3, [1], [], True), "row 3 of a step that had 0"),
+        (NextRows(3, [1, 2]), "rows 3 to 5 of a step that had 0"),
+    ):
+        with pytest.raises(MalformedFrame, match=match):
+            received.rows(Step([row]))
+    for row in (
+        NextRow(0, [1], [], True, others=[[1], [2]]),
+        NextRows(0, [1], grown=[0], blocks=[[1]], given_back=[[]]),
+        NextRows(0, [1], grown=[1], blocks=[[1], [1]], given_back=[[]]),
+        NextRows(0, [1], given_back=[[], [0]]),
+        NextRows(0, [1], given_back=[[]], blocks=[[]], states=[[3]]),
+    ):
+        received.rows(Step([RankRow([1], 0, [1], True, others=[[5]], windows={0: 0})]))
+        with pytest.raises(MalformedFrame):
+            received.rows(Step([row]))
+
+
+def test_a_window_that_took_the_place_of_another_one_is_sent_whole() -> None:
+    pair, table = Pair(), BlockTable(range(4))
+    for start, blocks in ((12, [7, 8, 9, 5]), (13, [1, 2, 3, 4])):
+        table.others = [WindowTable(blocks)]
+        message = pair.told([StepRow([1], start, table, True, others=table.row_tables())])
+        assert [type(row) for row in message.rows] == [RankRow]
+
+
+def test_a_window_gives_back_the_blocks_of_its_first_places() -> None:
+    table = WindowTable([7, 8, -1, 5])
+    assert table.first_ids(4).tolist() == [7, 8, -1, 5]
+    assert (table.give_back(1), table.give_back(1), table.give_back(3)) == ([7], [], [8])
+    assert table.first_ids(4).tolist() == table == [-1, -1, -1, 5]
+    # A window may begin behind all that the table has.
+    assert (table.give_back(6), table.given_back, len(table)) == ([5], 6, 4)
+
+
+class Groups:
+    """Contexts of a model with a window and states, whose blocks are those of a real ``BlockManager``."""
+
+    def __init__(self, keeps: Sequence[tuple[Keep, int]], most: int, blocks: int = 4000) -> None:
+        groups = groups_of([(*keep, blocks) for keep in keeps], blocks)
+        self.blocks = BlockManager(blocks, SIZE, bounded=groups[1:])
+        self.contexts = [Context() for _ in range(most)]
+        self.quarantined: list[int] = []
+
+    def rows(self, context: Context, tokens: int, drafts: int = 0, last: int = 200_000) -> list[StepRow]:
+        """Returns the rows of a context's next tokens: one, or one for each draft and the token before them."""
+        end = context.computed + tokens + drafts
+        assert self.blocks.grow(context.table, end)
+        assert self.blocks.grow_bounded(context.table, context.computed, end)
+        if not drafts:
+            return [StepRow([last] * tokens, context.computed, context.table, True, others=context.table.row_tables())]
+        drafts = self.blocks.take_for_drafts(context.table, drafts) if context.table.has_states else drafts
+        return [
+            StepRow([last], context.computed + i, context.table, True, others=context.table.row_tables(i))
+            for i in range(1 + drafts)
+        ]
+
+    def computed(self, context: Context, rows: Sequence[StepRow], refused: int = 0) -> None:
+        """Notes that all tokens of rows are final but those of the last ones, which were drafts that were refused."""
+        for row in rows[: len(rows) - refused]:
+            context.computed += len(row.token_ids)
+            self.blocks.next_states(context.table)
+        self.blocks.drop_drafts(context.table)
+        self.blocks.give_back(context.table, context.computed)
+
+    def end(self, context: Context) -> None:
+        self.blocks.free(context.table)
+        context.computed = 0
+
+
+WINDOW, SECOND_WINDOW, STATES = (Keep.WINDOW, 6), (Keep.WINDOW, 11), (Keep.LATEST, 0)
+
+
+@pytest.mark.parametrize("keeps", [(WINDOW,), (STATES,), (WINDOW, SECOND_WINDOW), (STATES, WINDOW), (WINDOW, STATES)])
+@pytest.mark.parametrize("seed", range(6))
+def test_the_tables_of_all_groups_arrive_as_they_were(keeps: tuple[tuple[Keep, int], ...], seed: int) -> None:
+    chance, pair, groups = random.Random(seed), Pair(), Groups(keeps, 6)
+    kinds, chosen = set[type[object]](), groups.contexts
+    for _ in range(150):
+        if chance.random() < 0.2:  # some wait, in another order
+            chosen = chance.sample(groups.contexts, chance.randint(1, 6))
+        rows, ran = list[StepRow](), list[tuple[Context, list[StepRow], int]]()
+        for context in chosen:
+            match chance.randint(0, 30):
+                case 0:  # preempted, or ended: its blocks are free, and another one may take them
+                    groups.end(context)
+                case 1 if context.computed:  # a block was replaced, as after a transfer that failed
+                    tables = [context.table, *(each for each in context.table.others if isinstance(each, WindowTable))]
+                    bad = [table[-1] for table in tables if table[-1] >= 0]
+                    groups.blocks.quarantine(bad)
+                    assert groups.blocks.replace(context.table, bad)
+                    groups.blocks.end_quarantine(bad)
+                case 2 if context.computed:  # a transfer that brings blocks further on was given up
+                    assert groups.blocks.grow_landing(context.table, context.computed, context.computed + 30)
+            drafts = chance.randint(1, 3) if context.computed and chance.random() < 0.1 else 0
+            own = groups.rows(context, 1 if context.computed else chance.randint(2, 40), drafts)
+            rows += own
+            ran.append((context, own, chance.randint(0, len(own) - 1)))
+        kinds |= {type(row) for row in pair.told(rows).rows}
+        for context, own, refused in ran:
+            groups.computed(context, own, refused)
+    assert kinds == {RankRow, NextRow, NextRows}
+
+
+@pytest.mark.parametrize("keeps", [(), (WINDOW,), (STATES,), (WINDOW, SECOND_WINDOW)])
+def test_a_decode_step_of_any_model_is_told_in_2_kib_and_16_bytes_a_request(
+    keeps: tuple[tuple[Keep, int], ...],
+) -> None:
+    pair, groups = Pair(), Groups(keeps, 256, blocks=200_000)
+    sizes, steps = list[int](), list[Step]()
+    for number in range(3 * SIZE):
+        rows = list[StepRow]()
+        for place, context in enumerate(groups.contexts):
+            own = groups.rows(context, 1 if number else 60 + place % SIZE)
+            rows += own
+        steps.append(pair.told(rows))
+        sizes.append(len(msgspec.msgpack.encode(steps[-1])))
+        for context, row in zip(groups.contexts, rows, strict=True):
+            groups.computed(context, [row])
+    # Right after its prompt, a context may give back several blocks.
+    assert all([type(row) for row in step.rows] == [NextRows] for step in steps[2:])
+    assert max(sizes[1:]) <= 2048 + 16 * 256

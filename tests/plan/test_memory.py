@@ -177,7 +177,7 @@ def test_an_engine_holds_no_more_of_a_context_and_of_states_as_much(tmp_path: Pa
         assert blocks.grow_bounded(table, computed, computed + step)
         within = list(map(max, within, [len(table), *table.num_bounded()]))
         blocks.next_states(table)
-        blocks.give_back(table, computed, computed + step)
+        blocks.give_back(table, computed + step)
         between = list(map(max, between, [len(table), *table.num_bounded()]))
     for group, held, most in zip(need.groups, between, within, strict=True):
         assert held * group.block_bytes <= group.context_bytes

@@ -37,7 +37,7 @@ from pdserve.errors import EngineError
 from pdserve.models.backend import CPU
 from pdserve.models.rank_cache import KvGroup
 from pdserve.models.runner import DecodeGraphs, DecodeInputs, Score, StepRow
-from pdserve.wire.cache_groups import GroupBlocks, GroupSpec, Keep
+from pdserve.wire.cache_groups import GroupBlocks, GroupSpec, Keep, context_blocks, laid_out
 from pdserve.wire.discovery import Role
 from pdserve.wire.engine import Submit
 from pdserve.wire.ids import new_id
@@ -52,6 +52,7 @@ CONTEXTS = (1024, 8192, 32768)
 _WANTED_STEP_US, _WANTED_REQUEST_US, _WANTED_1K_US = 250.0, 8.0, 1.0
 _WANTED_MESSAGE_BYTES, _WANTED_REQUEST_BYTES = 2048, 16
 
+_WINDOW = 512
 _VOCAB_SIZE = 64
 _FIRST_STEPS = 8
 """So many steps are not counted: buffers are made in them."""
@@ -72,6 +73,12 @@ class HostPath(enum.Enum):
     """A step is launched before that, as on a GPU."""
     RANKS = "ranks"
     """In turn, and each step is also a message to other ranks."""
+    RANKS_WINDOW = "ranks, window"
+    """The same, and half of the model's layers see a window."""
+
+
+_TOLD = (HostPath.RANKS, HostPath.RANKS_WINDOW)
+"""Paths on which other ranks are told."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,12 +95,10 @@ class _Unrecorded:
 class IdleRunner:
     """A ``StepRunner`` and ``AheadRunner`` that fills the inputs of a step and computes nothing."""
 
-    def __init__(self, requests: int, context: int, block_size: int) -> None:
-        num_blocks = requests * -(-context // block_size)
+    def __init__(self, requests: int, context: int, groups: Sequence[GroupBlocks], block_size: int) -> None:
         layout = KvLayout(1, 1, block_size, 1, torch.float32)
-        spec = GroupSpec("all", Keep.ALL, 1, 1, layout.block_bytes, "fp32")
-        group = KvGroup(0, GroupBlocks(spec, 0, num_blocks, 0, layout.block_bytes), layout, torch.empty(0))
-        self._graphs = DecodeGraphs(_equal_logits, _Unrecorded, requests, context, [group], [], CPU)
+        kept = [KvGroup(number, group, layout, torch.empty(0)) for number, group in enumerate(groups)]
+        self._graphs = DecodeGraphs(_equal_logits, _Unrecorded, requests, context, kept, [], CPU)
         self.on_decode: Callable[[], None] = _nothing
         """What is called when a decode step of all requests begins."""
         self.sent = 0
@@ -118,8 +123,8 @@ class IdleRunner:
 class TellingRunner(IdleRunner):
     """The same, with other ranks: makes the messages that they would be told, and counts their bytes."""
 
-    def __init__(self, requests: int, context: int, block_size: int) -> None:
-        super().__init__(requests, context, block_size)
+    def __init__(self, requests: int, context: int, groups: Sequence[GroupBlocks], block_size: int) -> None:
+        super().__init__(requests, context, groups, block_size)
         self._rows = SentRows()
         self._encoder = msgspec.msgpack.Encoder()
         self._number = 0
@@ -176,7 +181,7 @@ def host_row(requests: int, context: int, path: HostPath, block_size: int) -> Ro
         Figure("CPU of a step", step_us, Unit.US, Better.LOWER),
         Figure("CPU : wanted", step_us / wanted_us, Unit.RATIO, Better.LOWER),
     ]
-    if path is HostPath.RANKS:
+    if path in _TOLD:
         size = statistics.median(clock.step_bytes)
         wanted = _WANTED_MESSAGE_BYTES + requests * _WANTED_REQUEST_BYTES
         figures += [
@@ -187,9 +192,10 @@ def host_row(requests: int, context: int, path: HostPath, block_size: int) -> Ro
 
 
 def _measured(requests: int, context: int, path: HostPath, block_size: int) -> _Clock:
-    kind = TellingRunner if path is HostPath.RANKS else IdleRunner
-    runner = kind(requests, context + _ANSWER, block_size)
-    blocks = BlockManager(requests * -(-(context + _ANSWER) // block_size), block_size)
+    kind = TellingRunner if path in _TOLD else IdleRunner
+    groups = _groups(requests, context, path, block_size)
+    runner = kind(requests, context + _ANSWER, groups, block_size)
+    blocks = BlockManager(groups[0].count, block_size, bounded=groups[1:], block_bytes=groups[0].block_bytes)
     # All tokens are equal: each step would draft as many as it may.
     config = SchedulerConfig(
         max_num_seqs=requests, max_num_batched_tokens=requests * context, speculation=Speculate.OFF
@@ -224,6 +230,18 @@ def _measured(requests: int, context: int, path: HostPath, block_size: int) -> _
             channel.close(0)
             api.close(0)
     return clock
+
+
+def _groups(requests: int, context: int, path: HostPath, block_size: int) -> tuple[GroupBlocks, ...]:
+    """Returns the cache groups of the model, with blocks for all requests at once."""
+    tokens, block_bytes = context + _ANSWER, KvLayout(1, 1, block_size, 1, torch.float32).block_bytes
+    specs = [GroupSpec("all", Keep.ALL, 1, 1, block_bytes, "fp32")]
+    counts = [requests * -(-tokens // block_size)]
+    if path is HostPath.RANKS_WINDOW:
+        specs.append(GroupSpec(f"window {_WINDOW}", Keep.WINDOW, 1, 1, block_bytes, "fp32", _WINDOW))
+        # All prompts may be one step, whose tokens have blocks beside the windows'.
+        counts.append(counts[0] + requests * context_blocks(Keep.WINDOW, _WINDOW, tokens, block_size))
+    return laid_out(specs, counts, [block_bytes] * len(specs))[0]
 
 
 def _submit(request: int, context: int, block_size: int) -> Submit:

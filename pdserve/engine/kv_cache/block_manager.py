@@ -21,7 +21,7 @@ import enum
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
-from pdserve.engine.kv_cache.block_table import NONE, BlockTable, PassingState, StateTable
+from pdserve.engine.kv_cache.block_table import NONE, BlockTable, PassingState, StateTable, WindowTable
 from pdserve.engine.kv_cache.prefix_cache import Match, PrefixCache
 from pdserve.errors import EngineError
 from pdserve.wire.cache_groups import GroupBlocks, GroupSpec, Keep, context_blocks
@@ -153,7 +153,7 @@ class BlockManager:
         for the next one. Returns False, and changes nothing, if too few blocks are free.
         """
         self._open(table)
-        wanted: list[tuple[Pool, list[int] | StateTable, Sequence[int]]] = []
+        wanted: list[tuple[Pool, WindowTable | StateTable, Sequence[int]]] = []
         for pool, held in self._bounded_of(table):
             missing = self._missing_places(pool, held, table.has_gaps, computed, tokens)
             if missing:
@@ -165,9 +165,12 @@ class BlockManager:
                 held.next = self._take(pool)
                 continue
             table.has_gaps |= missing[0] > len(held)
-            held.extend([NONE] * (missing[-1] + 1 - len(held)))
             for place in missing:
-                held[place] = self._take(pool)
+                if place < len(held):
+                    held[place] = self._take(pool)
+                else:
+                    held.extend([NONE] * (place - len(held)))
+                    held.append(self._take(pool))
         return True
 
     def grow_landing(self, table: BlockTable, computed: int, tokens: int) -> bool:
@@ -177,7 +180,7 @@ class BlockManager:
         was written would count as one that was. Returns False, and takes nothing, if too few blocks are free.
         """
         for pool, held in self._bounded_of(table):
-            if isinstance(held, list):
+            if isinstance(held, WindowTable):
                 assert pool.spec is not None
                 begin = pool.spec.needed(tokens, self.block_size).start
                 self._drop_places(held, range(self.blocks_for(computed), begin))
@@ -185,7 +188,7 @@ class BlockManager:
         return self.grow_bounded(table, tokens, tokens)
 
     def _missing_places(
-        self, pool: Pool, held: list[int] | StateTable, has_gaps: bool, computed: int, tokens: int
+        self, pool: Pool, held: WindowTable | StateTable, has_gaps: bool, computed: int, tokens: int
     ) -> Sequence[int]:
         if isinstance(held, StateTable):
             return () if held.next != NONE else (0,)
@@ -236,20 +239,17 @@ class BlockManager:
             counts[self._pool_of[block]] += 1
         return counts
 
-    def give_back(self, table: BlockTable, before: int, computed: int) -> None:
-        """Frees the blocks of windows that no token after the first ``computed`` sees.
-
-        Those that none after the first ``before`` sees were given back already.
-        """
+    def give_back(self, table: BlockTable, computed: int) -> None:
+        """Frees the blocks of windows that no token after the first ``computed`` sees."""
         for pool, held in self._bounded_of(table):
             if isinstance(held, StateTable):
                 continue
             assert pool.spec is not None
-            first = pool.spec.needed(before, self.block_size).start
-            self._drop_places(held, range(first, pool.spec.needed(computed, self.block_size).start))
+            for block in held.give_back(pool.spec.needed(computed, self.block_size).start):
+                self._drop(block)
         if table.has_gaps:
             end = self.blocks_for(computed)
-            table.has_gaps = any(isinstance(held, list) and len(held) > end for held in table.others)
+            table.has_gaps = any(isinstance(held, WindowTable) and len(held) > end for held in table.others)
 
     def _drop_places(self, held: list[int], numbers: range) -> None:
         for number in range(numbers.start, min(numbers.stop, len(held))):
@@ -299,9 +299,9 @@ class BlockManager:
     def _open(self, table: BlockTable) -> None:
         """Gives a table a place for each group."""
         if len(table.others) < len(self.bounded):
-            table.others = [StateTable() if spec.keep is Keep.LATEST else [] for spec in self.bounded]
+            table.others = [StateTable() if spec.keep is Keep.LATEST else WindowTable() for spec in self.bounded]
 
-    def _bounded_of(self, table: BlockTable) -> Iterable[tuple[Pool, list[int] | StateTable]]:
+    def _bounded_of(self, table: BlockTable) -> Iterable[tuple[Pool, WindowTable | StateTable]]:
         return zip(self.pools[1:], table.others, strict=False)
 
     def replace(self, block_table: list[int], quarantined: Iterable[int]) -> bool:
@@ -381,7 +381,7 @@ class BlockManager:
                 assert isinstance(own, StateTable)
                 own.present, own.checkpoint = self._share(held.present), held.checkpoint
                 continue
-            assert pool.spec is not None and isinstance(own, list)
+            assert pool.spec is not None and isinstance(own, WindowTable)
             needed = pool.spec.needed(tokens, self.block_size)
             own.extend([NONE] * needed.start)
             own.extend(self._share(held[number]) for number in range(needed.start, full))

@@ -45,28 +45,21 @@ class StateTable:
     """The states behind that which the prefix cache can find for a while, the newest last."""
 
 
-class BlockTable(list[int]):
-    """The ids of a context's blocks in group 0, by their numbers, with those of the other groups in ``others``.
+class _Ids(list[int]):
+    """Ids of blocks by their numbers, of which most changes only append some."""
 
-    A context has blocks in the other groups once it has taken some there. Of a group with a window it has a list of ids
-    by the number of the block, with ``NONE`` for a block that was given back or never taken.
-    """
-
-    __slots__ = ("_ids", "_num_known", "has_gaps", "others", "rearranged")
+    __slots__ = ("_ids", "_num_known", "rearranged")
 
     def __init__(self, blocks: Sequence[int] = ()) -> None:
         super().__init__(blocks)
-        self.others: list[list[int] | StateTable] = []
-        self.has_gaps = False
-        """Whether blocks of a window may be missing before the last one: a transfer was to bring that, or will."""
         self.rearranged = 0
-        """The number of changes of group 0 that did not append a block."""
+        """The number of changes that neither appended ids nor gave the first ones back."""
         self._ids: npt.NDArray[np.int32] = _NO_IDS
         self._num_known = 0
         """How many ids ``_ids`` has."""
 
     def first_ids(self, count: int) -> npt.NDArray[np.int32]:
-        """Returns the first ``count`` ids of group 0, in an array that is valid until the next call.
+        """Returns the first ``count`` ids, in an array that is valid until the next call.
 
         Only what is new is appended: to make an array of a long table in each step took longer than all else there.
         """
@@ -88,6 +81,48 @@ class BlockTable(list[int]):
         self._num_known = 0
         self.rearranged += 1
         super().clear()
+
+
+class WindowTable(_Ids):
+    """The ids of a context's blocks in a group with a window, by their numbers.
+
+    ``NONE`` is in the place of a block that was given back or never taken.
+    """
+
+    __slots__ = ("given_back",)
+
+    def __init__(self, blocks: Sequence[int] = (), given_back: int = 0) -> None:
+        """``given_back`` is the number of first places that have no block any more."""
+        super().__init__(blocks)
+        self.given_back = given_back
+        """So many first places have been without a block since ``give_back``, and stay so."""
+
+    def give_back(self, end: int) -> list[int]:
+        """Leaves the places before ``end`` without blocks, and returns those that were there."""
+        first = self.given_back
+        if end <= first:
+            return []
+        blocks = self[first:end]
+        list.__setitem__(self, slice(first, end), [NONE] * len(blocks))
+        if self._num_known > first:
+            self._ids[first : min(end, self._num_known)] = NONE
+        self.given_back = end
+        return [block for block in blocks if block != NONE]
+
+
+class BlockTable(_Ids):
+    """The ids of a context's blocks in group 0, by their numbers, with those of the other groups in ``others``.
+
+    A context has blocks in the other groups once it has taken some there.
+    """
+
+    __slots__ = ("has_gaps", "others")
+
+    def __init__(self, blocks: Sequence[int] = ()) -> None:
+        super().__init__(blocks)
+        self.others: list[WindowTable | StateTable] = []
+        self.has_gaps = False
+        """Whether blocks of a window may be missing before the last one: a transfer was to bring that, or will."""
 
     @property
     def has_states(self) -> bool:

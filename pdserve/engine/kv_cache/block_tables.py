@@ -226,7 +226,7 @@ class BlockTables:
                 if end and not rest:
                     passing = not self._keeps_state(request, end)
                     pool.remember_states(table, request.block_hashes[end - 1], end, passing=passing)
-        pool.give_back(table, before, computed)
+        pool.give_back(table, computed)
 
     def _keeps_state(self, request: Request, blocks: int) -> bool:
         """Returns whether the prefix cache keeps the state after so many blocks of a request."""

@@ -60,7 +60,7 @@ def test_a_window_has_the_blocks_that_the_next_tokens_see_and_no_others() -> Non
     for computed in range(30):
         blocks.grow(table, computed + 1)
         assert blocks.grow_bounded(table, computed, computed + 1)
-        blocks.give_back(table, computed, computed + 1)
+        blocks.give_back(table, computed + 1)
         (held,) = table.others
         assert isinstance(held, list)
         needed = blocks.bounded[0].needed(computed + 1, BLOCK_SIZE)
