@@ -30,7 +30,7 @@ from pdserve.machine.core_share import (
     sharing_note,
 )
 from pdserve.models.lean_torch import import_torch
-from pdserve.process import loading_libraries, pin_to_cores, read_launch, set_up_logging
+from pdserve.process import collect_rarely, loading_libraries, pin_to_cores, read_launch, set_up_logging
 from pdserve.signals import ignore_hangup
 from pdserve.wire.discovery import ComputeCores
 from pdserve.wire.engine import EngineFailed, Starting
@@ -147,6 +147,8 @@ def serve(launch: EngineLaunch, channel: ApiChannel, around: Callable[[StepRunne
         ready = msgspec.structs.replace(engine.ready, compute=compute)
         try:
             with life.sign(step_loop(0)).shown_by_this_thread(computes=device.type == "cpu"):
+                # The objects of a step are more than Python's own number, and next to none are in cycles.
+                collect_rarely()
                 channel.send(ready)
                 engine.loop.run()
             if ranks is not None:

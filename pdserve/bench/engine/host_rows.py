@@ -8,6 +8,7 @@ a core, so that other programs of the machine matter little.
 from __future__ import annotations
 
 import enum
+import gc
 import statistics
 import sys
 import time
@@ -37,6 +38,7 @@ from pdserve.errors import EngineError
 from pdserve.models.backend import CPU
 from pdserve.models.rank_cache import KvGroup
 from pdserve.models.runner import DecodeGraphs, DecodeInputs, Score, StepRow
+from pdserve.process import collect_rarely
 from pdserve.wire.cache_groups import GroupBlocks, GroupSpec, Keep, context_blocks, laid_out
 from pdserve.wire.discovery import Role
 from pdserve.wire.engine import Submit
@@ -160,8 +162,10 @@ class _Clock:
 
 def host_rows(block_size: int, requests: Sequence[int], contexts: Sequence[int]) -> Iterator[Row]:
     """Yields a row for each number of requests, length of their contexts and ``HostPath``."""
-    threads = torch.get_num_threads()
+    threads, garbage = torch.get_num_threads(), gc.get_threshold()
     torch.set_num_threads(1)
+    # As in an engine.
+    collect_rarely()
     try:
         for each in requests:
             for context in contexts:
@@ -169,6 +173,8 @@ def host_rows(block_size: int, requests: Sequence[int], contexts: Sequence[int])
                     yield host_row(each, context, path, block_size)
     finally:
         torch.set_num_threads(threads)
+        gc.set_threshold(*garbage)
+        gc.unfreeze()
 
 
 def host_row(requests: int, context: int, path: HostPath, block_size: int) -> Row:

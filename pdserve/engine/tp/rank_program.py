@@ -22,7 +22,7 @@ from pdserve.liveness import LifeBoard, step_loop
 from pdserve.machine.memory import give_freed_memory_back
 from pdserve.models.lean_torch import import_torch
 from pdserve.models.tp.rank_board import RankBoard
-from pdserve.process import loading_libraries, pin_to_cores, read_launch, set_up_logging
+from pdserve.process import collect_rarely, loading_libraries, pin_to_cores, read_launch, set_up_logging
 from pdserve.wire.rank import (
     Arrived,
     Capture,
@@ -136,6 +136,7 @@ def run_rank(launch: RankLaunch, channel: OrderChannel, life: LifeBoard) -> None
         copies = stack.enter_context(rank_transfer(launch, decoder.kv_heads, kv_cache, board, shared, life, groups))
         stack.enter_context(sign.shown_by_this_thread(computes=device.type == "cpu"))
         received = ReceivedRows()
+        collect_rarely()
         channel.send(Loaded())
         while not isinstance(order := channel.receive(), Stop):
             # Rank 0 notices a rank that takes longer, and says which one it was.
