@@ -15,8 +15,7 @@ from pathlib import Path
 from pdserve.compiled_library import built_library
 from pdserve.machine.core_ledger import CoreLedger
 from pdserve.settings import cache_folder
-from pdserve_kernels.cpu.lent_cores import LentCores, forget_engine
-from pdserve_kernels.cpu.library import CPU_KERNELS, Library
+from pdserve_kernels.cpu.library import CPU_KERNELS, LentCores, Library, forget_engine
 
 
 def main(path: str, owned: str) -> None:

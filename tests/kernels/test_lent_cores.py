@@ -20,7 +20,7 @@ from pdserve.models.checkpoint.config_reading import read_decoder_config
 from pdserve.models.runner import ModelRunner, StepRow
 from pdserve_kernels.contract import AttentionRow, BlockFormat
 from pdserve_kernels.cpu.compiled_kernels import CompiledKernels
-from pdserve_kernels.cpu.lent_cores import LentCores
+from pdserve_kernels.cpu.library import LentCores
 from pdserve_kernels.feed_forward import Activation
 from pdserve_kernels.kv_layout import KvLayout
 from tests.core_words import write

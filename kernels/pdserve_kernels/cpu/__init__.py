@@ -1,5 +1,5 @@
 """Has two kernel sets for CPUs.
 
-``compiled_kernels`` is C++ (``csrc``, which ``library`` compiles and ``compiled_attention`` plans for), and its loops
-run on ``lent_cores``, too. ``torch_kernels`` is plain torch, for a machine without a compiler.
+``compiled_kernels`` is C++ (``csrc``, which ``library`` compiles and ``compiled_attention`` plans for), whose loops
+run on lent cores, too. ``torch_kernels`` is plain torch, for a machine without a compiler.
 """

@@ -32,8 +32,7 @@ from pdserve_kernels.contract import (
 from pdserve_kernels.cpu import compiled_states
 from pdserve_kernels.cpu.compiled_attention import CompiledAttention, CompiledChoice
 from pdserve_kernels.cpu.compiled_experts import ACTIVATIONS, CompiledExperts, computes
-from pdserve_kernels.cpu.lent_cores import LentCores, forget_engine
-from pdserve_kernels.cpu.library import CPU_KERNELS, Library
+from pdserve_kernels.cpu.library import CPU_KERNELS, LentCores, Library, forget_engine
 from pdserve_kernels.cpu.sparse_attention import GatheredAttention
 from pdserve_kernels.cpu.torch_kernels import LoopedExperts, PackedLinear
 from pdserve_kernels.cpu.weight_memory import FilledMemory, WeightMemory

@@ -22,7 +22,7 @@ from pdserve.machine.core_ledger import CoreLedger, private_ledger
 from pdserve.models.runner import StepRow
 from pdserve.process import partition_cores
 from pdserve_kernels.cpu.compiled_kernels import CompiledKernels
-from pdserve_kernels.cpu.lent_cores import LentCores
+from pdserve_kernels.cpu.library import LentCores
 
 _TIMEOUT_S = 120.0
 _WAKE_UPS = 20
