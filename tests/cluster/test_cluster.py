@@ -64,10 +64,9 @@ def test_instances_ready_and_health(pd_cluster: ServedCluster) -> None:
     instances = call(pd_cluster.url + "/instances").json()
     assert Counter(instance["role"] for instance in instances) == {"prefill": 2, "decode": 2}
     assert len({instance["fingerprint"] for instance in instances}) == 1
-    for path in ("/health", "/ready"):
-        assert call(pd_cluster.url + path).status == 200
-    for node in pd_cluster.nodes:
-        assert call(node.url + "/ready").status == 200
+    assert call(pd_cluster.url + "/health").status == 200
+    for url in (pd_cluster.url, *(node.url for node in pd_cluster.nodes)):
+        eventually(lambda: call(url + "/ready").status == 200, "the nodes have connected to each other")  # noqa: B023
 
 
 def test_metrics_on_every_process(pd_cluster: ServedCluster) -> None:

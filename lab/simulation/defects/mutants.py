@@ -132,8 +132,8 @@ MUTANTS = (
         60_000,
         f"{KV_CACHE}.block_manager.BlockManager",
         "give_back",
-        "range(first, pool.spec.needed(computed, self.block_size).start)",
-        "range(first, pool.spec.needed(computed, self.block_size).start + 1)",
+        "held.give_back(pool.spec.needed(computed, self.block_size).start)",
+        "held.give_back(pool.spec.needed(computed, self.block_size).start + 1)",
     ),
     Mutant(
         "a prefix is found without the state behind it",
