@@ -203,7 +203,7 @@ def test_an_engine_closes_during_a_probe() -> None:
 
 
 def test_a_probe_that_nobody_ends_is_over_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probe_host, "PROBE_LIMIT_S", 0.1)
+    monkeypatch.setattr(probe_host, "PROBE_LIMIT_S", 1.0)
     with engine() as prefill, FakeDecode(prefill.address) as asker:
         opened(asker)
         assert "takes at most" in asker.next(ProbeRefused).reason
