@@ -83,8 +83,8 @@ class NextRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_lik
     back: int = 0
     """So many tokens before the end of that row this one starts."""
     others: list[list[int]] = []
-    """Of a window's table, the number of first blocks that it has given back, and the ids that it has got since; or
-    nothing, if it is as it was. Of a group of states, both states."""
+    """A window's table has the number of first blocks that it has given back, and the ids that it has got since; or
+    nothing, if it is as it was. A group of states has both states."""
 
 
 class NextRows(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True, tag=2):
@@ -103,9 +103,9 @@ class NextRows(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_li
     blocks: list[list[int]] = []
     """These blocks: of the first group, and of each window."""
     given_back: list[list[int]] = []
-    """For each window, the rows whose tables have given one more of their first blocks back."""
+    """Each window has the rows whose tables have given one more of their first blocks back."""
     states: list[list[int]] = []
-    """For each group of states, the state that each row writes."""
+    """Each group of states has the state that each row writes."""
 
 
 class Step(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="step"):
