@@ -124,6 +124,7 @@ def test_every_decoder_of_transformers_is_accepted_or_refused_in_a_sentence(tmp_
         ("mimo_v2_flash", SMALL | {"v_head_dim": 200}, "v_head_dim 200 is above head_dim, 192"),
         ("mimo_v2_flash", SMALL | {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling of a MiMo V2"),
         ("mimo_v2_flash", SMALL | {"rope_parameters": {"full_attention": {}}}, "nothing for 'sliding_attention'"),
+        ("mimo_v2_flash", SMALL | {"head_dim": 22, "v_head_dim": 8}, "7 of 22 channels of a head cannot be turned"),
         ("mimo_v2_flash", SMALL | {"hybrid_layer_pattern": [0, 0]}, r"it has to be \[0, 1\]"),
         ("mimo_v2_flash", SMALL | {"swa_num_key_value_heads": 2}, "swa_num_key_value_heads 2 is not supported"),
         ("mimo_v2_flash", SMALL | {"add_full_attention_sink_bias": True}, "it has to be False"),

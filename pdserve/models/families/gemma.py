@@ -324,10 +324,7 @@ class Gemma4Settings(FamilySettings, kw_only=True):
             usual = RotarySettings(rope_type="proportional", partial_rotary_factor=0.25, rope_theta=1_000_000.0)
             own = usual if full else RotarySettings()
         else:
-            found = both.full_attention if full else both.sliding_attention
-            if found is None:
-                raise ModelError(f"rope_parameters has nothing for {FULL if full else SLIDING!r}")
-            own = found
+            own = both.of_kind(full=full)
         return rotary_of(own, self.default_theta, self.max_position_embeddings)
 
     def attention(self, index: int) -> AttentionRecipe:

@@ -263,6 +263,8 @@ class MimoV2FlashSettings(FamilySettings, kw_only=True):
         if self.rope_scaling is not None:
             raise ModelError("rope_scaling of a MiMo V2 is not supported; rope_parameters is")
         check_kinds(self.kinds(), self.num_hidden_layers)
+        for full in (True, False):
+            self._check_turned(self._turning(full=full).width)
         for name, used in self._taken_for_granted().items():
             given = getattr(self, name)
             if given is not None and given != used:
@@ -299,9 +301,7 @@ class MimoV2FlashSettings(FamilySettings, kw_only=True):
 
     def _turning(self, *, full: bool) -> Rotary:
         both, theta = self.rope_parameters, 5_000_000.0 if full else 10_000.0
-        found = RotarySettings() if both is None else both.full_attention if full else both.sliding_attention
-        if found is None:
-            raise ModelError(f"rope_parameters has nothing for {FULL if full else SLIDING!r}")
+        found = RotarySettings() if both is None else both.of_kind(full=full)
         part = self.turned_part if found.partial_rotary_factor is None else found.partial_rotary_factor
         return rotary_of(found, theta, self.max_position_embeddings, int(self.head_size() * part))
 

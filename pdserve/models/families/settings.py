@@ -80,6 +80,13 @@ class RotarySettings(msgspec.Struct, kw_only=True):
     full_attention: RotarySettings | None = None
     sliding_attention: RotarySettings | None = None
 
+    def of_kind(self, *, full: bool) -> RotarySettings:
+        """Returns the settings of the layers that see all tokens, or of the others. Raises ModelError without any."""
+        found = self.full_attention if full else self.sliding_attention
+        if found is None:
+            raise ModelError(f"rope_parameters has nothing for {FULL if full else SLIDING!r}")
+        return found
+
 
 def check_experts(chosen: int, count: int) -> None:
     """Raises ModelError if so many experts a token cannot be chosen from ``count``."""
@@ -279,7 +286,9 @@ class FamilySettings(msgspec.Struct, kw_only=True):
             raise ModelError(f"{self.num_attention_heads} heads cannot share {self.hidden_size} hidden channels")
         if self.head_size() % 2:
             raise ModelError(f"a head of {self.head_size()} channels is not supported; their number has to be even")
-        turned = self.turned_channels()
+        self._check_turned(self.turned_channels())
+
+    def _check_turned(self, turned: int | None) -> None:
         if turned is not None and (turned % 2 or not 0 < turned <= self.head_size()):
             raise ModelError(f"{turned} of {self.head_size()} channels of a head cannot be turned; an even number can")
 
