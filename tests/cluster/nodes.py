@@ -205,6 +205,13 @@ class Cluster(ServedCluster):
     def nodes(self) -> list[Node]:
         return self.prefill + self.decode
 
+    def answering(self, label: str) -> Node:
+        """Returns the node that answers the request with the id ``label``."""
+        proxy, *_ = http(f"{self.url}/requests/{label}/timeline").json()["parts"]
+        # An attempt at a node that has just been lost may have come before.
+        *_, name = (phase["node"] for phase in proxy["phases"] if phase["kind"] == "attempt")
+        return next(node for node in self.nodes if node.name == name)
+
 
 @contextmanager
 def served(

@@ -51,13 +51,6 @@ class Stream:
                     self._tokens += choice.get("token_ids") or ()
         return self._tokens
 
-    def node(self) -> Node:
-        """Returns the node that answers."""
-        proxy, *_ = http(f"{self._running.url}/requests/{self._label}/timeline").json()["parts"]
-        # An attempt at a node that has just been lost may have come before.
-        *_, name = (phase["node"] for phase in proxy["phases"] if phase["kind"] == "attempt")
-        return next(node for node in self._running.nodes if node.name == name)
-
     @contextmanager
     def held(self) -> Iterator[tuple[Node, Node]]:
         """Stops what decodes meanwhile, so that the answer does not end. Yields its node, and the other one."""
@@ -66,7 +59,7 @@ class Stream:
         for engine in engines:
             os.kill(engine, signal.SIGSTOP)
         try:
-            own = self.node()
+            own = self._running.answering(self._label)
             (other,) = (node for node in decoding if node is not own)
             yield own, other
         finally:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.nodes import cluster, http
+from tests.cluster.nodes import cluster
 from tests.faults.test_failover import FLAGS, requests, until_received
 from tests.faults.test_node_death import engine_pid
 from tests.tiny_models import save_tiny_chat_model
@@ -30,10 +30,8 @@ def test_answers_go_on_when_a_rank_dies(model: Path) -> None:
         unbroken = {name: client.answer() for name, client in requests("unbroken", running.url, ONLY).items()}
         clients = requests("killed", running.url, ONLY)
         until_received(clients["greedy"], 3000)
-        # Which node answers a stream is chance. Its timeline tells it.
-        proxy, *_ = http(f"{running.url}/requests/{clients['greedy'].label}/timeline").json()["parts"]
-        (answers,) = (phase["node"] for phase in proxy["phases"] if phase["kind"] == "attempt")
-        victim, other = sorted(running.decode, key=lambda node: node.name != answers)
+        victim = running.answering(clients["greedy"].label)
+        (other,) = (node for node in running.decode if node is not victim)
         engine = engine_pid(victim)
         (follower,) = Path(f"/proc/{engine}/task/{engine}/children").read_text().split()
         os.kill(int(follower), signal.SIGKILL)
