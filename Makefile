@@ -9,7 +9,7 @@
 # make dist    the wheel and the source distribution, in dist
 # make soak    an hour of load and faults on a real cluster, with a verdict; ARGS="--minutes 5" for less
 # make docs    build the pages as a site, in site/, strictly: a broken link fails
-# make collect  load every test module, which compiles it for the tests that follow
+# make collect  load every test module, and compile the CPU kernels, for the tests that follow
 # make gpu     all that a GPU can show, with figures and a verdict
 # make clean   forget the virtual environment and all caches
 .DELETE_ON_ERROR:
@@ -66,6 +66,8 @@ docs: $(STAMP)
 # pytest adds what an assert shows to the modules. Otherwise each of the processes of `make test` would do that.
 collect: $(STAMP)
 	@$(BIN)/python -m pytest -n 0 --collect-only -qq >/dev/null || $(BIN)/python -m pytest -n 0 --collect-only -qq
+	@# These tests use every compiled set of kernels. The user's cache has the sets afterwards.
+	$(BIN)/python -m pytest -n 0 -q tests/kernels/test_block_linear.py
 
 test-all: $(STAMP)
 	$(PYTEST) -m "not deploy" --hypothesis-profile=many $(ARGS)
