@@ -51,6 +51,10 @@ class Stream:
                     self._tokens += choice.get("token_ids") or ()
         return self._tokens
 
+    def node(self) -> Node:
+        """Returns the node that answers."""
+        return self._running.answering(self._label)
+
     @contextmanager
     def held(self) -> Iterator[tuple[Node, Node]]:
         """Stops what decodes meanwhile, so that the answer does not end. Yields its node, and the other one."""
@@ -59,7 +63,7 @@ class Stream:
         for engine in engines:
             os.kill(engine, signal.SIGSTOP)
         try:
-            own = self._running.answering(self._label)
+            own = self.node()
             (other,) = (node for node in decoding if node is not own)
             yield own, other
         finally:
