@@ -544,8 +544,8 @@ class MambaRecipe:
     """The numbers that the lengths of all channels' steps are made of."""
     width: int
     """The tokens that the convolution sees."""
-    norm: Norm
-    """The norm of what steps are made of, and of what channels are written and read with."""
+    norm: Norm | None
+    """The norm of what steps are made of, and of what channels are written and read with, if there is one."""
     biased: bool = False
     """Whether ``inner`` and ``out`` have biases."""
     conv_biased: bool = True

@@ -35,7 +35,7 @@ NOT_YET: dict[str, str] = {
         "a text part in a folder of its own": ("mistral4",),
         "sparse attention": ("deepseek_v4", "minimax_m3_vl"),
         "linear attention": ("bailing_hybrid", "kimi_linear", "minimax", "olmo_hybrid"),
-        "states": (*("falcon_mamba", "mamba", "recurrent_gemma", "rwkv", "xlstm", "zamba", "zamba2"),),
+        "states": ("recurrent_gemma", "rwkv", "xlstm", "zamba", "zamba2"),
         "low-rank residuals": ("gemma3n", "gemma3n_text"),
     }.items()
     for model_type in model_types

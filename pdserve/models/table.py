@@ -82,9 +82,11 @@ from pdserve.models.families.llama import (
 from pdserve.models.families.mamba import (
     BambaSettings,
     FalconH1Settings,
+    FalconMambaSettings,
     GraniteHybridSettings,
     JambaSettings,
     Mamba2Settings,
+    MambaSettings,
     NemotronHSettings,
 )
 from pdserve.models.families.olmo import FlexOlmoSettings, Olmo2Settings, Olmo3Settings, OlmoeSettings, OlmoSettings
@@ -133,6 +135,8 @@ FAMILIES: dict[str, type[FamilySettings]] = {
     "minicpm3": MiniCpm3Settings,
     "youtu": YoutuSettings,
     "falcon_h1": FalconH1Settings,
+    "mamba": MambaSettings,
+    "falcon_mamba": FalconMambaSettings,
     "mamba2": Mamba2Settings,
     "jamba": JambaSettings,
     "gemma": GemmaSettings,

@@ -104,6 +104,7 @@ CONVERTED: dict[str, list[Converted]] = {
         Converted("llama4", CHUNKS_OF_LLAMA4 | {"interleave_moe_layer_step": 2, "num_local_experts": 3}),
     ],
     "jamba": [Converted("jamba", {}), Converted("jamba-dense", {})],
+    "mamba": [Converted("mamba", {}), Converted("falcon-mamba", {})],
     "mamba2": [Converted("mamba2", {}), Converted("mamba2-groups", {})],
     "minicpm3": [Converted("minicpm3", {"dim_model_base": 256})],
     "mistral3": [
@@ -224,7 +225,7 @@ def _first(config: dict[str, Any], *names: str) -> Any:
 
 
 def _head_dim(config: dict[str, Any]) -> int:
-    heads = _first(config, "num_attention_heads", "n_head")
+    heads = _first(config, "num_attention_heads", "n_head") or 1
     return int(config.get("head_dim") or _first(config, "hidden_size", "n_embd") // heads)
 
 
@@ -242,8 +243,8 @@ def _kv_heads(config: dict[str, Any]) -> int:
 def _add_settings(writer: GGUFWriter, config: dict[str, Any], arch: str) -> None:
     hidden = _first(config, "hidden_size", "n_embd")
     writer.add_block_count(_layers(config))
-    if arch == "mamba2":
-        _add_mamba2(writer, config)
+    if arch in ("mamba", "mamba2"):
+        _add_mamba_alone(writer, config)
         return
     writer.add_context_length(_first(config, "max_position_embeddings", "n_positions"))
     writer.add_embedding_length(hidden)
@@ -385,7 +386,7 @@ def _add_lfm2(writer: GGUFWriter, config: dict[str, Any], arch: str) -> None:
         writer.add_feed_forward_length(-(-channels // multiple) * multiple)
 
 
-def _add_mamba2(writer: GGUFWriter, config: dict[str, Any]) -> None:
+def _add_mamba_alone(writer: GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_context_length(2**20)
     writer.add_embedding_length(config["hidden_size"])
     writer.add_feed_forward_length(0)
@@ -393,8 +394,11 @@ def _add_mamba2(writer: GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_ssm_conv_kernel(config["conv_kernel"])
     writer.add_ssm_inner_size(config["expand"] * config["hidden_size"])
     writer.add_ssm_state_size(config["state_size"])
-    writer.add_ssm_time_step_rank(config["num_heads"])
-    writer.add_ssm_group_count(config["n_groups"])
+    writer.add_ssm_time_step_rank(_first(config, "num_heads", "time_step_rank"))
+    if config["model_type"] == "mamba2":
+        writer.add_ssm_group_count(config["n_groups"])
+    else:
+        writer.add_ssm_dt_b_c_rms(config["model_type"] == "falcon_mamba")
     writer.add_layer_norm_rms_eps(config["layer_norm_epsilon"])
     writer.add_eos_token_id(2)
 
@@ -640,7 +644,7 @@ def _falcon_factors(name: str, config: dict[str, Any]) -> np.ndarray:
 def _of_mixer(name: str, config: dict[str, Any]) -> bool:
     """Returns whether a tensor of a layer of one part is of its Mamba."""
     found = re.search(r"layers\.(\d+)\.mixer\.", name)
-    if config["model_type"] == "mamba2":
+    if config["model_type"] in ("falcon_mamba", "mamba", "mamba2"):
         return found is not None
     return found is not None and config["layers_block_type"][int(found[1])] == "linear_attention"
 
@@ -657,7 +661,7 @@ def _changed_mixer(
         tensor = tensor.squeeze(1)
     if name.endswith("dt_bias"):
         name = name.replace("dt_bias", "dt_proj.bias")
-    if arch not in (*QWENS, "jamba") and name.endswith(("A_log", ".D")):
+    if arch not in (*QWENS, "jamba", "mamba") and name.endswith(("A_log", ".D")):
         tensor = tensor.reshape(-1, 1)
     if arch not in QWENS and name.endswith((".mamba.norm.weight", ".mixer.norm.weight")):
         tensor = tensor.reshape(_first(config, "n_groups", "mamba_n_groups"), -1)

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import MambaConfig
+from transformers import RwkvConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from pdserve.errors import ModelError
@@ -78,8 +78,8 @@ def test_unsupported_family_names_the_supported_ones(tmp_path: Path) -> None:
 
 
 def test_a_model_without_attention_is_refused(tmp_path: Path) -> None:
-    MambaConfig(num_hidden_layers=1).save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match="mamba model cannot be served: states are not served yet"):
+    RwkvConfig(num_hidden_layers=1).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="rwkv model cannot be served: states are not served yet"):
         read_decoder_config(tmp_path)
 
 

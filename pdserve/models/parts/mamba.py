@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from pdserve.models.checkpoint.decoder_config import FamilyConfig
 from pdserve.models.parts.feed_forward import gated
-from pdserve.models.parts.norms import RmsNorm
+from pdserve.models.parts.norms import LoadedNorm, load_norm
 from pdserve.models.parts.projections import Building, Projection, RowParallel, column_parallel
 from pdserve.models.recipe import Mamba2Recipe, MambaRecipe, Norm
 from pdserve.models.tp.shares import TpGroup, share, spread
@@ -194,10 +194,10 @@ class Mamba:
         self._sizes = [recipe.rank, size, size]
         selected = (sum(self._sizes), channels)
         self._select = RowParallel(building, prefix + recipe.selecting, selected, mine, biased=False)
-        self._norms = [
-            RmsNorm(building.kernels, checkpoint.take(f"{prefix}{name}.weight", (count,)), recipe.norm.eps)
-            for name, count in zip(recipe.norms, self._sizes, strict=True)
-        ]
+        self._norms: list[LoadedNorm] = []
+        if recipe.norm is not None:
+            named = zip(recipe.norms, self._sizes, strict=True)
+            self._norms = [load_norm(building, recipe.norm, prefix + name, count) for name, count in named]
         steps = Projection(prefix + recipe.steps, channels, mine)
         self._steps = column_parallel(building, recipe.rank, [steps])
         of_channels = (self._parts, recipe.channels)
@@ -221,7 +221,9 @@ class Mamba:
             silu=True,
         )
         selected = torch.split(self._select(convolved.view(tokens, -1)), self._sizes, -1)
-        lengths, write, read = (norm(each.contiguous()) for norm, each in zip(self._norms, selected, strict=True))
+        if self._norms:
+            selected = tuple(norm(each.contiguous()) for norm, each in zip(self._norms, selected, strict=True))
+        lengths, write, read = selected
         steps = self._kernels.activated(
             self._steps(lengths).float() + self._step_bias, Activation.SOFTPLUS, gated=False
         )

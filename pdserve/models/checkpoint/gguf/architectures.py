@@ -25,6 +25,8 @@ class Architecture:
     """The family of a file that has a sliding window, if that is another one."""
     with_positions: str = ""
     """The family of a file whose attention knows positions, if that is another one; ``KNOWS_POSITIONS`` says which."""
+    with_inner_norms: str = ""
+    """The family of a file whose states have norms of their own; ``INNER_NORMS`` says which."""
     with_sigmoids: str = ""
     """The family of a file whose experts are chosen by sigmoids, if that is another one."""
     latents: bool = False
@@ -57,8 +59,8 @@ class Architecture:
     @property
     def families(self) -> frozenset[str]:
         """The families that files of this architecture may have."""
-        others = {self.with_experts, self.with_sigmoids, self.with_windows, self.with_positions}
-        return frozenset({self.family, *others} - {""})
+        of_parts = {self.with_experts, self.with_sigmoids, self.with_windows, self.with_inner_norms}
+        return frozenset({self.family, self.with_positions, *of_parts} - {""})
 
 
 OF_CHANNELS = tuple(f"ssm.{name}" for name in ("conv_kernel", "inner_size", "state_size", "time_step_rank"))
@@ -67,6 +69,8 @@ STATE_SPACE = (*OF_CHANNELS, "ssm.group_count")
 SHORT_CONV = ("shortconv.l_cache",)
 KNOWS_POSITIONS = "rope.scaling.finetuned"
 """The key of a Granite that says whether attention knows positions. It has no effect elsewhere."""
+INNER_NORMS = "ssm.dt_b_c_rms"
+"""The key of a Mamba that says whether what its states are made of is normalised."""
 KV_HEADS, CHANNELS = "attention.head_count_kv", "feed_forward_length"
 BEFORE_BOTH = ("attn_norm", "post_attention_norm")
 OF_IMAGES = ("n_deepstack_layers", "rope.dimension_sections")
@@ -122,6 +126,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "lfm2moe": Architecture("lfm2_moe", last_norm="token_embd_norm", required=SHORT_CONV, of_layers=(KV_HEADS,)),
     "llama": Architecture("llama", with_experts="mixtral", permuted=True),
     "llama4": Architecture("llama4_text"),
+    "mamba": Architecture("mamba", with_inner_norms="falcon_mamba", required=OF_CHANNELS, unread=(CHANNELS,)),
     "mamba2": Architecture("mamba2", required=STATE_SPACE, unread=(CHANNELS,)),
     "minicpm3": Architecture("minicpm3", latents=True),
     "minimax-m2": Architecture("minimax_m2"),
@@ -215,7 +220,7 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "ssm.conv_kernel": ("linear_conv_kernel_dim", "mamba_d_conv", "conv_kernel"),
     "ssm.group_count": ("linear_num_key_heads", "mamba_n_groups", "n_groups"),
     "ssm.state_size": ("linear_key_head_dim", "mamba_d_state", "ssm_state_size", "state_size"),
-    "ssm.time_step_rank": ("linear_num_value_heads", "mamba_n_heads", "mamba_num_heads"),
+    "ssm.time_step_rank": ("linear_num_value_heads", "mamba_n_heads", "mamba_num_heads", "time_step_rank"),
     "use_parallel_residual": ("use_parallel_residual",),
 }
 """The settings that a key sets: those of these names that the family has. A key that sets none is not supported."""
@@ -279,6 +284,7 @@ COMPUTED: dict[str, tuple[str, ...]] = {
     "attention.q_lora_rank": ("kv_lora_rank",),
     "attention.value_length_mla": ("kv_lora_rank",),
     "attention.recurrent_layers": ("full_attention_interval",),
+    INNER_NORMS: ("time_step_rank",),
     "ssm.inner_size": ("linear_value_head_dim", "mamba_d_head", "mamba_head_dim", "mamba_dt_rank", "state_size"),
     "ssm.time_step_rank": ("mamba_dt_rank", "state_size"),
 }

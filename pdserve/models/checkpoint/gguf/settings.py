@@ -17,6 +17,7 @@ from pdserve.models.checkpoint.gguf.architectures import (
     COMPUTED,
     EPSILONS,
     FEED_FORWARD,
+    INNER_NORMS,
     KNOWS_POSITIONS,
     NEUTRAL,
     OF_GROWING_QUERIES,
@@ -39,6 +40,7 @@ from pdserve.models.checkpoint.gguf.latents import (
     stored_latents,
 )
 from pdserve.models.checkpoint.gguf.states import (
+    WITHOUT_ATTENTION,
     hybrid_settings,
     layer_count,
     stored_mixer,
@@ -149,7 +151,7 @@ def _evened(file: GgufFile) -> GgufFile:
 
     The number of a Gemma 4 is that of layers with a window, and ``_gemma4`` reads the others. Raises ModelError.
     """
-    if file.architecture == "mamba2":
+    if file.architecture in WITHOUT_ATTENTION:
         return with_heads_of_states(file)
     if file.architecture != "gemma4":
         return with_one_number(file, architecture_of(file).of_layers)
@@ -231,6 +233,8 @@ def check_keys(file: GgufFile) -> str:
         family = known.with_windows
     if known.with_positions and file.own(KNOWS_POSITIONS, bool):
         family = known.with_positions
+    if known.with_inner_norms and file.own(INNER_NORMS, bool, False):
+        family = known.with_inner_norms
     if known.latents:
         family = latent_family(file, known)
     for key in (*REQUIRED, *known.required, *(REQUIRED_OF_EXPERTS if experts else ())):

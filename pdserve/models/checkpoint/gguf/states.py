@@ -44,11 +44,17 @@ def with_one_number(file: GgufFile, of_layers: tuple[str, ...]) -> GgufFile:
     return replace(file, metadata=changed)
 
 
+WITHOUT_ATTENTION = ("mamba", "mamba2")
+"""The architectures of files without attention."""
+
+
 def with_heads_of_states(file: GgufFile) -> GgufFile:
-    """Returns a file without attention as one whose heads are those of its states. Raises ModelError."""
+    """Returns a file without attention as one whose heads are those of its states, or one. Raises ModelError."""
     changed = {key: value for key, value in file.metadata.items() if key != file.key(CHANNELS)}
-    changed[file.key("attention.head_count")] = file.own("ssm.time_step_rank", int)
-    changed[file.key("attention.key_length")] = _each_head(file)
+    changed[file.key("attention.head_count")] = 1
+    if file.architecture == "mamba2":
+        changed[file.key("attention.head_count")] = file.own("ssm.time_step_rank", int)
+        changed[file.key("attention.key_length")] = _each_head(file)
     return replace(file, metadata=changed)
 
 
@@ -153,7 +159,7 @@ def _mamba(file: GgufFile) -> dict[str, Any]:
     return {"mamba_d_head": _each_head(file), "mamba_expand": _times_hidden(file)}
 
 
-def _mamba2(file: GgufFile) -> dict[str, Any]:
+def _mamba_alone(file: GgufFile) -> dict[str, Any]:
     return {"expand": _times_hidden(file), "layer_norm_epsilon": file.own(RMS, float)}
 
 
@@ -209,7 +215,9 @@ _SETTINGS: dict[str, Callable[[GgufFile], dict[str, Any]]] = {
     "jamba": _jamba,
     "lfm2": _lfm,
     "lfm2_moe": _lfm,
-    "mamba2": _mamba2,
+    "falcon_mamba": _mamba_alone,
+    "mamba": _mamba_alone,
+    "mamba2": _mamba_alone,
     "nemotron_h": _nemotron,
     "qwen3_5_moe_text": _delta_net,
     "qwen3_5_text": _delta_net,
@@ -354,8 +362,9 @@ def _of_channels(mixer: MambaRecipe) -> Iterator[MixerTensor]:
     yield MixerTensor(f"{mixer.selecting}.weight", "ssm_x.weight")
     yield MixerTensor(mixer.log_rate, "ssm_a", rate=True)
     yield MixerTensor(mixer.skip, "ssm_d")
-    for name, stored in zip(mixer.norms, ("ssm_dt_norm", "ssm_b_norm", "ssm_c_norm"), strict=True):
-        yield MixerTensor(f"{name}.weight", f"{stored}.weight")
+    if mixer.norm is not None and mixer.norm.weighted:
+        for name, stored in zip(mixer.norms, ("ssm_dt_norm", "ssm_b_norm", "ssm_c_norm"), strict=True):
+            yield MixerTensor(f"{name}.weight", f"{stored}.weight")
 
 
 def _of_short_conv(mixer: ShortConvRecipe) -> Iterator[MixerTensor]:
