@@ -31,6 +31,8 @@ MIMO: dict[str, Any] = SHAPE | DEEPSEEK_EXPERTS | {"head_dim": 12, "v_head_dim":
 MIMO |= {"num_attention_heads": 8, "n_group": 4, "topk_group": 2, "sliding_window": WINDOW, "layer_types": KINDS}
 MIMO |= {"mlp_layer_types": ["dense", "sparse", "sparse"], "routed_scaling_factor": 1.5}
 """Values are narrower than keys, a third of which are turned, and layers with windows have twice the KV heads."""
+HY3: dict[str, Any] = SHAPE | EXPERTS | {"num_shared_experts": 2, "moe_intermediate_size": 24}
+HY3 |= {"mlp_layer_types": ["dense", "sparse", "sparse"], "initializer_range": 0.15}
 CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0}
 """Bounds that many scores and logits of a random model come near."""
 GRANITE = {"attention_multiplier": 0.2, "embedding_multiplier": 3.0, "residual_multiplier": 0.7, "logits_scaling": 2.0}
@@ -195,6 +197,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "gemma4_text",
         GEMMA4 | {"num_kv_shared_layers": 3, "use_double_wide_mlp": True, "hidden_size_per_layer_input": 6},
     ),
+    "gemma4-unified": ("gemma4_unified_text", GEMMA4 | {"attention_k_eq_v": True, "num_global_key_value_heads": 1}),
     "gemma4-experts": ("gemma4_text", GEMMA4 | {"enable_moe_block": True}),
     "vaultgemma": ("vaultgemma", SHAPE | CAPS | {"sliding_window": WINDOW}),
     "phi": ("phi", HEADS | {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.4}}),
@@ -264,6 +267,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "num_shared_experts": 2}
         | {"n_group": 4, "topk_group": 2, "sliding_window": WINDOW, "layer_types": KINDS},
     ),
+    "hy3": ("hy_v3", HY3),
     "mimo": ("mimo_v2_flash", MIMO),
     "mimo-dense": (
         "mimo_v2_flash",

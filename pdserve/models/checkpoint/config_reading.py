@@ -41,7 +41,7 @@ _PARTS = (
         "connector.",
         "image_newline",
     ),
-    *("audio_tower.", "embed_vision.", "embed_audio."),
+    *("audio_tower.", "embed_vision.", "embed_audio.", "vision_embedder."),
 )
 UNUSED = (*_PARTS, *(f"model.{part}" for part in _PARTS), "talker.", "token2wav.")
 """See ``ModelRecipe.unused``."""

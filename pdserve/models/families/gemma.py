@@ -390,3 +390,13 @@ class Gemma4Settings(FamilySettings, kw_only=True):
             per_layer=PerLayerEmbedding(self.vocab_size_per_layer_input, channels) if channels else None,
             unused=tuple(f"{recipe.layer_prefix}{i}.self_attn.{name}." for i in reading for name in OF_OTHERS),
         )
+
+
+class Gemma4UnifiedSettings(Gemma4Settings, kw_only=True):
+    """The Gemma 4 whose images and sounds have no encoders. No layer has an input of its own."""
+
+    models: ClassVar[str] = "Gemma 4 12B"
+    max_position_embeddings: Count = 262_144
+    sliding_window: Count = 1024
+    use_bidirectional_attention: str | None = "vision"
+    hidden_size_per_layer_input: int | None = None

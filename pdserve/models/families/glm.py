@@ -23,6 +23,7 @@ from pdserve.models.families.settings import (
     FamilySettings,
     RotarySettings,
     draft_layer,
+    gated,
     rotary_of,
     windows_of,
 )
@@ -323,6 +324,59 @@ class MimoV2FlashSettings(FamilySettings, kw_only=True):
 
     def recipe(self) -> ModelRecipe:
         return replace(super().recipe(), unused=("model.mtp.",))
+
+
+class Hy3Settings(FamilySettings, kw_only=True):
+    """Tencent's third Hunyuan: heads are normalised before they are turned, and DeepSeek V3's experts."""
+
+    models: ClassVar[str] = "Hy3 295B A21B"
+    head_norms: ClassVar[bool] = True
+    default_theta: ClassVar[float] = 11_158_840.0
+    vocab_size: Count = 120_832
+    intermediate_size: Count = 13_312
+    num_hidden_layers: Count = 80
+    num_attention_heads: Count = 64
+    num_key_value_heads: Count | None = 8
+    head_dim: Count | None = 128
+    max_position_embeddings: Count = 131_072
+    rms_norm_eps: float = 1e-5
+    eos_token_id: int | list[int] | None = None
+    mlp_layer_types: list[str] | None = None
+    n_routed_experts: Count = msgspec.field(name="num_experts", default=192)
+    n_shared_experts: Count = msgspec.field(name="num_shared_experts", default=1)
+    num_experts_per_tok: Count = 8
+    moe_intermediate_size: Count = 1536
+    routed_scaling_factor: float | None = msgspec.field(name="router_scaling_factor", default=2.826)
+    enable_moe_fp32_combine: bool = True
+    """Whether transformers adds the shared expert in fp32. Here experts' outputs are added in fp32 in any case."""
+
+    @property
+    def n_group(self) -> int:
+        return 1
+
+    @property
+    def topk_group(self) -> int:
+        return 1
+
+    @property
+    def norm_topk_prob(self) -> bool:
+        return True
+
+    def check(self) -> None:
+        super().check()
+        check_kinds(self.kinds(), self.num_hidden_layers)
+
+    def kinds(self) -> list[str]:
+        return self.mlp_layer_types or [DENSE] + [SPARSE] * (self.num_hidden_layers - 1)
+
+    def feed_forward(self, index: int) -> FeedForwardRecipe:
+        if self.kinds()[index] == DENSE:
+            return self.mlp()
+        shared = gated("mlp.shared_mlp", self.moe_intermediate_size * self.n_shared_experts)
+        return replace(routed(self), router="mlp.router.gate", correction="mlp.expert_bias", shared=shared)
+
+    def recipe(self) -> ModelRecipe:
+        return replace(super().recipe(), unused=(f"model.layers.{self.num_hidden_layers}.",))
 
 
 class Glm4vTextSettings(Glm4Settings, kw_only=True):
