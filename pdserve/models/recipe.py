@@ -240,7 +240,9 @@ class AttentionRecipe:
     latent: LatentRecipe | None = None
     """How keys and values come from latents, if they do."""
     gated: bool = False
-    """Whether ``query`` has a gate behind each head's query, whose sigmoid the head's output is multiplied by."""
+    """Whether each head's output is multiplied by the sigmoid of a gate, which ``query`` has behind the query."""
+    gate: str = ""
+    """The projection to the gates of all heads, if they are not in ``query``."""
     value_dim: int | None = None
     """The channels of a value, if a head's key has more. The cache has as many of both: the others are 0."""
     value_scale: float = 1.0

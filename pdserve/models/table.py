@@ -30,6 +30,7 @@ from pdserve.models.families.gemma import (
     VaultGemmaSettings,
 )
 from pdserve.models.families.glm import (
+    AfmoeSettings,
     Dots1Settings,
     Glm4MoeSettings,
     Glm4Settings,
@@ -175,6 +176,7 @@ FAMILIES: dict[str, type[FamilySettings]] = {
     "hunyuan_v1_dense": HunYuanSettings,
     "hunyuan_v1_moe": HunYuanMoeSettings,
     "hy_v3": Hy3Settings,
+    "afmoe": AfmoeSettings,
     "dots1": Dots1Settings,
     "hyperclovax": HyperClovaXSettings,
     "apertus": ApertusSettings,

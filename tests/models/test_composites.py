@@ -34,7 +34,11 @@ SIGLIP, CLIP = {"model_type": "siglip_vision_model"} | VISION, {"model_type": "c
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "gemma3": ("gemma3", SHAPE | {"sliding_window": WINDOW, "query_pre_attn_scalar": 17}, VISION),
     "gemma4": ("gemma4", GEMMA4 | {"num_kv_shared_layers": 3, "hidden_size_per_layer_input": 6}, GEMMA4_VISION),
-    "gemma4-unified": ("gemma4_unified", GEMMA4 | {"attention_k_eq_v": True}, {"mm_embed_dim": 16, "mm_posemb_size": 8}),
+    "gemma4-unified": (
+        "gemma4_unified",
+        GEMMA4 | {"attention_k_eq_v": True},
+        {"mm_embed_dim": 16, "mm_posemb_size": 8},
+    ),
     "mistral3": (
         "mistral3",
         SHAPE | {"model_type": "mistral", "sliding_window": None},

@@ -215,6 +215,7 @@ RANKED = (
     "phi3",
     "qwen3-5-moe",
     "qwen3-next",
+    "trinity",
 )
 """Permuted, fused, transposed and shared heads, norms of heads of each kind, experts in one tensor, what is learned."""
 

@@ -33,6 +33,8 @@ MIMO |= {"mlp_layer_types": ["dense", "sparse", "sparse"], "routed_scaling_facto
 """Values are narrower than keys, a third of which are turned, and layers with windows have twice the KV heads."""
 HY3: dict[str, Any] = SHAPE | EXPERTS | {"num_shared_experts": 2, "moe_intermediate_size": 24}
 HY3 |= {"mlp_layer_types": ["dense", "sparse", "sparse"], "initializer_range": 0.15}
+TRINITY: dict[str, Any] = SHAPE | EXPERTS | {"moe_intermediate_size": 24, "num_dense_layers": 1, "mup_enabled": True}
+TRINITY |= {"sliding_window": WINDOW, "global_attn_every_n_layers": 2, "route_scale": 1.7, "initializer_range": 0.15}
 CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0}
 """Bounds that many scores and logits of a random model come near."""
 GRANITE = {"attention_multiplier": 0.2, "embedding_multiplier": 3.0, "residual_multiplier": 0.7, "logits_scaling": 2.0}
@@ -268,6 +270,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"n_group": 4, "topk_group": 2, "sliding_window": WINDOW, "layer_types": KINDS},
     ),
     "hy3": ("hy_v3", HY3),
+    "trinity": ("afmoe", TRINITY),
     "mimo": ("mimo_v2_flash", MIMO),
     "mimo-dense": (
         "mimo_v2_flash",

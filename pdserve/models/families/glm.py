@@ -379,6 +379,69 @@ class Hy3Settings(FamilySettings, kw_only=True):
         return replace(super().recipe(), unused=(f"model.layers.{self.num_hidden_layers}.",))
 
 
+class AfmoeSettings(FamilySettings, kw_only=True):
+    """Arcee's Trinity: gated heads that know positions within windows alone, four norms, DeepSeek V3's experts."""
+
+    models: ClassVar[str] = "Trinity Nano, Mini, Large"
+    head_norms: ClassVar[bool] = True
+    vocab_size: Count = 200_192
+    hidden_size: Count = 2048
+    intermediate_size: Count = 6144
+    num_attention_heads: Count = 16
+    head_dim: Count | None = 128
+    max_position_embeddings: Count = 16_384
+    rms_norm_eps: float = 1e-5
+    eos_token_id: int | list[int] | None = None
+    sliding_window: Count | None = 1024
+    layer_types: list[str] | None = None
+    global_attn_every_n_layers: Count = 4
+    num_dense_layers: int = 1
+    n_routed_experts: Count = msgspec.field(name="num_experts", default=64)
+    n_shared_experts: int = msgspec.field(name="num_shared_experts", default=2)
+    num_experts_per_tok: Count = 6
+    moe_intermediate_size: Count = 1408
+    routed_scaling_factor: float | None = msgspec.field(name="route_scale", default=1.0)
+    mup_enabled: bool = False
+
+    @property
+    def n_group(self) -> int:
+        return 1
+
+    @property
+    def topk_group(self) -> int:
+        return 1
+
+    @property
+    def norm_topk_prob(self) -> bool:
+        return True
+
+    def biases(self) -> frozenset[str]:
+        return QKVO if self.attention_bias else NONE
+
+    def windows(self) -> tuple[int | None, ...]:
+        every = self.global_attn_every_n_layers
+        usual = [SLIDING if (index + 1) % every else FULL for index in range(self.num_hidden_layers)]
+        return windows_of(self.layer_types, usual, self.num_hidden_layers, self.sliding_window)
+
+    def rotary_of_layer(self, index: int) -> Rotary | None:
+        return None if self.windows()[index] is None else self.rotary()
+
+    def attention(self, index: int) -> AttentionRecipe:
+        return replace(super().attention(index), gated=True, gate="self_attn.gate_proj")
+
+    def feed_forward(self, index: int) -> FeedForwardRecipe:
+        if index < self.num_dense_layers:
+            return self.mlp()
+        return replace(routed(self), router="mlp.router.gate", correction="mlp.expert_bias", precise_router=False)
+
+    def layer(self, index: int) -> LayerRecipe:
+        norms = ("input_layernorm", "post_attention_layernorm", "pre_mlp_layernorm", "post_mlp_layernorm")
+        return replace(super().layer(index), norms=norms, order=NormOrder.SANDWICH)
+
+    def recipe(self) -> ModelRecipe:
+        return replace(super().recipe(), embedding_scale=self.hidden_size**0.5 if self.mup_enabled else 1.0)
+
+
 class Glm4vTextSettings(Glm4Settings, kw_only=True):
     """The text part of a GLM 4.1V. Whole heads are turned if the file does not say otherwise."""
 

@@ -238,7 +238,7 @@ def _projections(
     kv_heads: slice,
     order: tuple[int, ...] | None,
 ) -> list[Projection]:
-    """Returns the projections to this rank's queries, keys and values, in this order."""
+    """Returns the projections to this rank's gates, queries, keys and values, in this order."""
     dim = config.head_dim
     names = (recipe.query, recipe.key, recipe.value)
     mine = (heads, kv_heads, kv_heads)
@@ -261,7 +261,9 @@ def _projections(
         wanted: Rows = spread(range_of, channels)
         if order is not None and part != VALUE:
             wanted = tuple(head * dim + channel for head in range(range_of.start, range_of.stop) for channel in order)
-        if recipe.gated and part == QUERY:
+        if recipe.gate and part == QUERY:
+            found.append(Projection(prefix + recipe.gate, count * dim, spread(range_of, dim)))
+        elif recipe.gated and part == QUERY:
             own = order if order is not None else tuple(range(dim))
             heads_here = range(range_of.start, range_of.stop)
             gates = [(2 * head + 1) * dim + channel for head in heads_here for channel in range(dim)]
