@@ -243,6 +243,8 @@ class AttentionRecipe:
     """Whether each head's output is multiplied by the sigmoid of a gate, which ``query`` has behind the query."""
     gate: str = ""
     """The projection to the gates of all heads, if they are not in ``query``."""
+    one_gate: bool = False
+    """Whether such a gate is one number for a head, and not one for each of its channels."""
     value_dim: int | None = None
     """The channels of a value, if a head's key has more. The cache has as many of both: the others are 0."""
     value_scale: float = 1.0

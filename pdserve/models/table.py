@@ -56,7 +56,7 @@ from pdserve.models.families.gpt import (
     StableLmSettings,
     Starcoder2Settings,
 )
-from pdserve.models.families.lfm import Lfm2MoeSettings, Lfm2Settings
+from pdserve.models.families.lfm import Lfm2MoeSettings, Lfm2Settings, Lfm3Settings
 from pdserve.models.families.llama import (
     ApertusSettings,
     ArceeSettings,
@@ -71,6 +71,7 @@ from pdserve.models.families.llama import (
     HunYuanSettings,
     HyperClovaXSettings,
     InternLm3Settings,
+    IQuestCoderSettings,
     Llama4Settings,
     LlamaSettings,
     MiniMaxM2Settings,
@@ -125,6 +126,7 @@ FAMILIES: dict[str, type[FamilySettings]] = {
     "qwen3_5_moe_text": Qwen35MoeSettings,
     "lfm2": Lfm2Settings,
     "lfm2_moe": Lfm2MoeSettings,
+    "lfm3": Lfm3Settings,
     "granitemoehybrid": GraniteHybridSettings,
     "bamba": BambaSettings,
     "nemotron_h": NemotronHSettings,
@@ -177,6 +179,7 @@ FAMILIES: dict[str, type[FamilySettings]] = {
     "hunyuan_v1_moe": HunYuanMoeSettings,
     "hy_v3": Hy3Settings,
     "afmoe": AfmoeSettings,
+    "iquestcoder": IQuestCoderSettings,
     "dots1": Dots1Settings,
     "hyperclovax": HyperClovaXSettings,
     "apertus": ApertusSettings,

@@ -35,6 +35,7 @@ HY3: dict[str, Any] = SHAPE | EXPERTS | {"num_shared_experts": 2, "moe_intermedi
 HY3 |= {"mlp_layer_types": ["dense", "sparse", "sparse"], "initializer_range": 0.15}
 TRINITY: dict[str, Any] = SHAPE | EXPERTS | {"moe_intermediate_size": 24, "num_dense_layers": 1, "mup_enabled": True}
 TRINITY |= {"sliding_window": WINDOW, "global_attn_every_n_layers": 2, "route_scale": 1.7, "initializer_range": 0.15}
+LFM3: dict[str, Any] = SHAPE | {"sliding_window": WINDOW, "num_hidden_layers": 5, "conv_L_cache": 4}
 CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0}
 """Bounds that many scores and logits of a random model come near."""
 GRANITE = {"attention_multiplier": 0.2, "embedding_multiplier": 3.0, "residual_multiplier": 0.7, "logits_scaling": 2.0}
@@ -154,6 +155,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "lfm2": ("lfm2", LFM | {"block_multiple_of": 8}),
     "lfm2-biased": ("lfm2", LFM | {"conv_bias": True, "block_auto_adjust_ff_dim": False, "conv_L_cache": 4}),
+    "lfm3": ("lfm3", LFM3),
+    "lfm3-plain": ("lfm3", LFM3 | {"use_sandwich_norm": False, "use_attention_gate": False, "conv_bias": True}),
     "lfm2-moe": ("lfm2_moe", LFM | EXPERTS | {"num_dense_layers": 1, "moe_intermediate_size": 24}),
     "granitemoehybrid": (
         "granitemoehybrid",
@@ -270,6 +273,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"n_group": 4, "topk_group": 2, "sliding_window": WINDOW, "layer_types": KINDS},
     ),
     "hy3": ("hy_v3", HY3),
+    "iquest-coder": ("iquestcoder", SHAPE),
     "trinity": ("afmoe", TRINITY),
     "mimo": ("mimo_v2_flash", MIMO),
     "mimo-dense": (

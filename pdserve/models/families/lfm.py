@@ -1,4 +1,4 @@
-"""Liquid AI's LFM2: gated short convolutions in most layers, and attention in the others."""
+"""Liquid AI's LFM2 and LFM3: gated short convolutions in most or half of the layers, and attention in the others."""
 
 from __future__ import annotations
 
@@ -6,7 +6,18 @@ from dataclasses import replace
 from typing import ClassVar
 
 from pdserve.errors import ModelError
-from pdserve.models.families.settings import FULL, Count, FamilySettings
+from pdserve.models.families.settings import (
+    FULL,
+    HEAD_NORMS,
+    NONE,
+    QKVO,
+    SLIDING,
+    Count,
+    FamilySettings,
+    RotarySettings,
+    rotary_of,
+    windows_of,
+)
 from pdserve.models.recipe import (
     AttentionRecipe,
     ExpertsRecipe,
@@ -16,6 +27,8 @@ from pdserve.models.recipe import (
     MlpRecipe,
     ModelRecipe,
     Norm,
+    NormOrder,
+    Rotary,
     ShortConvRecipe,
 )
 from pdserve_kernels.feed_forward import Scoring
@@ -95,6 +108,86 @@ class Lfm2Settings(FamilySettings, kw_only=True):
     def recipe(self) -> ModelRecipe:
         tied = self.tie_word_embeddings if self.tie_embedding is None else self.tie_embedding
         return replace(super().recipe(), last_norm="model.embedding_norm", tied=tied)
+
+
+class Lfm3Settings(FamilySettings, kw_only=True):
+    """Half of the attention has windows, and each head one gate. Parts have norms before and behind them."""
+
+    models: ClassVar[str] = "LFM3 1.7B"
+    partly_turned: ClassVar[bool] = True
+    vocab_size: Count = 128_000
+    hidden_size: Count = 2048
+    intermediate_size: Count = 7680
+    num_hidden_layers: Count = 24
+    num_attention_heads: Count = 16
+    num_key_value_heads: Count | None = 4
+    head_dim: Count | None = 128
+    max_position_embeddings: Count = 128_000
+    norm_eps: float = 1e-5
+    tie_word_embeddings: bool = True
+    eos_token_id: int | list[int] | None = 124_900
+    conv_bias: bool = False
+    conv_L_cache: Count = 7
+    sliding_window: Count | None = 256
+    layer_types: list[str] | None = None
+    use_sandwich_norm: bool = True
+    use_attention_gate: bool = True
+
+    def __post_init__(self) -> None:
+        self.rms_norm_eps = self.norm_eps
+
+    def check(self) -> None:
+        super().check()
+        self.windows()
+        if self.rope_scaling is not None:
+            raise ModelError("rope_scaling of an LFM3 is not supported; rope_parameters is")
+
+    def biases(self) -> frozenset[str]:
+        return QKVO if self.attention_bias else NONE
+
+    def kinds(self) -> list[str]:
+        """Returns the kind of each layer."""
+        usual = [CONV if index % 2 or not index else SLIDING for index in range(self.num_hidden_layers)]
+        usual[2::4] = [FULL] * len(usual[2::4])
+        return usual if self.layer_types is None else self.layer_types
+
+    def windows(self) -> tuple[int | None, ...]:
+        # A convolution keeps a state, and no tokens.
+        seeing = [FULL if kind == CONV else kind for kind in self.kinds()]
+        return windows_of(seeing, (), self.num_hidden_layers, self.sliding_window)
+
+    def turned_channels(self) -> int | None:
+        return None  # each kind of layer has its own
+
+    def rotary_of_layer(self, index: int) -> Rotary:
+        both, full = self.rope_parameters, self.windows()[index] is None
+        if both is None:
+            usual = RotarySettings(rope_type="proportional", partial_rotary_factor=0.5, rope_theta=1_000_000.0)
+            own = usual if full else RotarySettings()
+        else:
+            own = both.of_kind(full=full)
+        return rotary_of(own, self.default_theta, self.max_position_embeddings)
+
+    def attention(self, index: int) -> AttentionRecipe:
+        part = replace(super().attention(index), norms=HeadNorm(self.norm(), *HEAD_NORMS))
+        return replace(part, gated=True, gate="self_attn.gate_proj", one_gate=True) if self.use_attention_gate else part
+
+    def feed_forward(self, index: int) -> FeedForwardRecipe:
+        return _mlp(self.intermediate_size)
+
+    def short_conv(self) -> ShortConvRecipe:
+        heads = self.num_attention_heads
+        return ShortConvRecipe(heads, self.hidden_size // heads, self.conv_L_cache, self.conv_bias)
+
+    def layer(self, index: int) -> LayerRecipe:
+        layer = replace(super().layer(index), norms=("operator_norm", "ffn_norm"))
+        if self.use_sandwich_norm:
+            norms = ("operator_norm", "post_operator_norm", "ffn_norm", "post_ffn_norm")
+            layer = replace(layer, norms=norms, order=NormOrder.SANDWICH)
+        return layer if self.kinds()[index] != CONV else replace(layer, attention=None, mixer=self.short_conv())
+
+    def recipe(self) -> ModelRecipe:
+        return replace(super().recipe(), last_norm="model.embedding_norm")
 
 
 class Lfm2MoeSettings(Lfm2Settings, kw_only=True):

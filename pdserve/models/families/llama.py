@@ -325,6 +325,28 @@ class HyperClovaXSettings(GraniteSettings, kw_only=True):
         return replace(super().recipe(), logits_scale=self.logits_scaling)
 
 
+class IQuestCoderSettings(LlamaSettings, kw_only=True):
+    """A Llama by another name."""
+
+    models: ClassVar[str] = "IQuest Coder 40B"
+    vocab_size: Count = 76_800
+    hidden_size: Count = 5120
+    intermediate_size: Count = 27_648
+    num_hidden_layers: Count = 80
+    num_attention_heads: Count = 40
+    num_key_value_heads: Count | None = 8
+    head_dim: Count | None = 128
+    max_position_embeddings: Count = 131_072
+    rms_norm_eps: float = 1e-5
+    clip_qkv: float | None = None
+    use_sliding_window: bool = False
+
+    def check(self) -> None:
+        super().check()
+        if self.clip_qkv is not None or self.use_sliding_window:
+            raise ModelError("clip_qkv and use_sliding_window of an IQuest Coder are not supported")
+
+
 class ApertusSettings(FamilySettings, kw_only=True):
     """The Swiss AI Initiative's Apertus: an activation with weights of its own."""
 

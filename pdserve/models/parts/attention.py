@@ -36,8 +36,10 @@ class SelfAttention:
         heads = share(tp, config.heads, "attention heads")
         kv_heads = kv_share(tp, config.heads, config.kv_heads)
         self._kv_heads = kv_heads.stop - kv_heads.start
-        self._gates = heads.stop - heads.start if recipe.gated else 0
-        """The gates of queries, which stand before them."""
+        self._heads = heads.stop - heads.start
+        gate_channels = (1 if recipe.one_gate else config.head_dim) if recipe.gated else 0
+        self._gates = self._heads * gate_channels
+        """The numbers of all gates, which stand before the queries."""
         self._order = channel_order(recipe.rotary, config.head_dim)
         assert recipe.value or self._order is None, "values that are keys have the order of the checkpoint"
         parts = _projections(config, recipe, prefix, heads, kv_heads, self._order)
@@ -61,9 +63,8 @@ class SelfAttention:
 
     def __call__(self, x: torch.Tensor, tables: PositionTables, attention: Attention) -> torch.Tensor:
         """Maps ``x``, normalised ``[tokens, hidden_size]``, to the same shape."""
-        tokens = x.shape[0]
-        qkv = self._by_head(self._qkv(x))
-        gate, qkv = qkv[:, : self._gates], qkv[:, self._gates :]
+        tokens, projected = x.shape[0], self._qkv(x)
+        gates, qkv = projected[:, : self._gates], self._by_head(projected[:, self._gates :])
         if self._apart is None:
             if tables.query_scale is not None:
                 # What is rotated later is turned by the same angle whatever its length.
@@ -81,7 +82,9 @@ class SelfAttention:
         else:
             attended = self._attended(qkv, tables, attention, self._apart)
         if self._gates:
-            attended = gated(self._kernels, gate, attended, Activation.SIGMOID)
+            attended = attended.view(tokens, self._heads, -1)
+            gates = gates.view(tokens, self._heads, -1).expand(attended.shape)
+            attended = gated(self._kernels, gates, attended, Activation.SIGMOID)
         if self._value_dim != self._head_dim:
             attended = attended.view(tokens, -1, self._head_dim)[..., : self._value_dim]
         return self._out(attended.reshape(tokens, -1))
@@ -262,7 +265,8 @@ def _projections(
         if order is not None and part != VALUE:
             wanted = tuple(head * dim + channel for head in range(range_of.start, range_of.stop) for channel in order)
         if recipe.gate and part == QUERY:
-            found.append(Projection(prefix + recipe.gate, count * dim, spread(range_of, dim)))
+            size = 1 if recipe.one_gate else dim
+            found.append(Projection(prefix + recipe.gate, count * size, spread(range_of, size)))
         elif recipe.gated and part == QUERY:
             own = order if order is not None else tuple(range(dim))
             heads_here = range(range_of.start, range_of.stop)
