@@ -250,6 +250,12 @@ COMPOSITES: dict[str, Composite] = {
     "qwen3_5": Composite("qwen3_5_text", tied=False),
     "qwen3_5_moe": Composite("qwen3_5_moe_text", tied=False),
     "kimi_k25": Composite("deepseek_v3", tied=True),
+    "lfm2_vl": Composite("lfm2", tied=True),
+    "lfm3_vl": Composite("lfm3", tied=True),
+    "exaone4_5": Composite("exaone4", tied=False),
+    "minicpmv4_6": Composite("qwen3_5_text", tied=False),
+    "minicpmv4_7": Composite("qwen3_5_text", tied=False),
+    "glm46v": Composite("glm4v_text"),
     "glm4v": Composite("glm4v_text"),
     "glm4v_moe": Composite("glm4v_moe_text"),
 }

@@ -19,7 +19,7 @@ from pdserve.models.runner import StepRow
 from pdserve.models.table import COMPOSITES
 from tests.models.greedy import small_runner
 from tests.models.test_families import PROMPT
-from tests.models.tiny_families import DEEPSEEK_EXPERTS, DELTA, EXPERTS, GEMMA4, GROWING, HEADS, LLAMA4, MLA
+from tests.models.tiny_families import DEEPSEEK_EXPERTS, DELTA, EXPERTS, FULL, GEMMA4, GROWING, HEADS, LFM3, LLAMA4, MLA
 from tests.tiny_models import SHAPE, WINDOW
 
 VISION: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -92,6 +92,20 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         | EXPERTS
         | {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 36, "rope_parameters": DELTA_SECTIONS},
         QWEN_VISION,
+    ),
+    "lfm2-vl": ("lfm2_vl", HEADS | {"layer_types": ["conv", FULL, "conv"], "block_multiple_of": 8}, VISION),
+    "lfm3-vl": ("lfm3_vl", LFM3, VISION),
+    "exaone4-5": (
+        "exaone4_5",
+        HEADS | {"model_type": "exaone4", "sliding_window": WINDOW},
+        {"hidden_size": 16, "out_hidden_size": 60, "depth": 1, "num_heads": 2, "intermediate_size": 16},
+    ),
+    "minicpmv4-6": ("minicpmv4_6", DELTA | {"rope_parameters": DELTA_SECTIONS}, VISION),
+    "minicpmv4-7": ("minicpmv4_7", DELTA | {"rope_parameters": DELTA_SECTIONS}, VISION),
+    "glm46v": (
+        "glm46v",
+        HEADS | {"rope_parameters": SECTIONS | {"mrope_section": [1, 1, 1], "partial_rotary_factor": 0.6}},
+        GLM_VISION,
     ),
     "glm4v": (
         "glm4v",

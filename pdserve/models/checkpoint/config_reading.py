@@ -39,6 +39,7 @@ _PARTS = (
         "multi_modal_projector.",
         "mm_projector.",
         "connector.",
+        "merger.",
         "image_newline",
     ),
     *("audio_tower.", "embed_vision.", "embed_audio.", "vision_embedder."),
