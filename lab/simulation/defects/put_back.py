@@ -168,7 +168,7 @@ PUT_BACK = (
     ),
     Mutant(
         "a prompt that a prefill node refuses counts as its failure",
-        2010,
+        2312,
         "pdserve.engine.kv_connector.prompt_fetcher.PromptFetcher",
         "_record_failure",
         "out_of_time or kind in (FailureKind.REFUSED, FailureKind.OVERLOADED, FailureKind.CLOSED):",
