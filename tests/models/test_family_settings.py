@@ -22,6 +22,7 @@ from pdserve.models.parts.rotary import frequencies
 from pdserve.models.recipe import ExpertsRecipe, Rotary
 from pdserve.models.table import FAMILIES as SETTINGS
 from pdserve.models.table import TEXT_PARTS, settings_from_values
+from tests.models.tiny_families import config_of
 from tests.tiny_models import FAMILIES, OTHERS
 
 SMALL: dict[str, Any] = {"num_hidden_layers": 7, "hidden_size": 64, "num_attention_heads": 4}
@@ -244,6 +245,14 @@ def test_saved_configurations_are_read_as_transformers_reads_them(tmp_path: Path
     assert_like_transformers(read_family_config(tmp_path), getattr(hf, "text_config", hf))
 
 
+def test_each_of_ten_layers_and_more_has_its_own_heads(tmp_path: Path) -> None:
+    """transformers writes the numbers of so many layers with two digits."""
+    config_of("gemma4", num_hidden_layers=12, layer_types=None).save_pretrained(tmp_path)
+    assert list(json.loads((tmp_path / "config.json").read_text())["per_layer_config"]) == ["05", "11"]
+    parts = read_family_config(tmp_path).recipe.attention
+    assert [(part.head_dim, part.kv_heads) for part in (parts[4], parts[5], parts[11])] == [(10, 2), (16, 1), (16, 1)]
+
+
 @pytest.mark.parametrize("own", [{}, {"tie_word_embeddings": False}, {"tie_word_embeddings": True}])
 @pytest.mark.parametrize("outer", [{}, {"tie_word_embeddings": False}, {"tie_word_embeddings": True}])
 def test_a_gemma3_with_images_is_tied_by_its_outer_setting(
@@ -432,6 +441,8 @@ def test_an_engine_starts_without_transformers(tmp_path: Path) -> None:
         ("gemma4_text", {"vocab_size_per_layer_input": 100}, "vocab_size_per_layer_input is 100, less than vocab_size"),
         ("gemma4_text", {"per_layer_config": {"6": {"head_dim": 7}}}, "layer 6 has heads that cannot be computed"),
         ("gemma4_text", {"per_layer_config": {"6": {"hidden_size": 8}}}, "hidden_size"),
+        ("gemma4_text", {"per_layer_config": {"x": {}}}, "per_layer_config has 'x', which is no number of 7 layers"),
+        ("gemma4_text", {"per_layer_config": {"7": {}}}, "per_layer_config has '7', which is no number of 7 layers"),
         (
             "gemma4_text",
             {"rope_parameters": {FULL: {"rope_theta": 5.0}}},

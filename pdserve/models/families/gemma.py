@@ -255,6 +255,10 @@ class Gemma4Settings(FamilySettings, kw_only=True):
             raise ModelError(
                 f"hidden_activation {self.hidden_activation!r} is not supported; only 'gelu_pytorch_tanh' is"
             )
+        numbers = range(self.num_hidden_layers)
+        for key in self.per_layer_config or ():
+            if not key.isdecimal() or int(key) not in numbers:
+                raise ModelError(f"per_layer_config has {key!r}, which is no number of {len(numbers)} layers")
         # With "vision", tokens of an image see each other. There are none in a text.
         if self.use_bidirectional_attention not in (None, "vision"):
             raise ModelError("use_bidirectional_attention of all tokens of a Gemma is not supported")
@@ -298,7 +302,9 @@ class Gemma4Settings(FamilySettings, kw_only=True):
         """Returns the heads of one layer."""
         usual = LayerSettings(self.head_dim, self.num_key_value_heads)
         if self.per_layer_config is not None:
-            own = self.per_layer_config.get(str(index), LayerSettings())
+            # transformers writes numbers with as many digits as the last one has.
+            said = {int(key): settings for key, settings in self.per_layer_config.items()}
+            own = said.get(index, LayerSettings())
         elif self.windows()[index] is None:
             heads = self.num_global_key_value_heads if self.attention_k_eq_v else None
             own = LayerSettings(self.global_head_dim, heads)
