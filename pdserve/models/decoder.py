@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from typing import Protocol
 
 import torch
@@ -352,7 +353,13 @@ def _layer(
     building: Building, recipe: LayerRecipe, prefix: str, hidden: int, mix: Part | None, feed: Part | None
 ) -> Layer:
     """Builds a layer of ``mix``, with which tokens see others, and ``feed``, the feed-forward part."""
-    norms = [load_norm(building, recipe.norm, prefix + name, hidden) if name else None for name in recipe.norms]
+    kinds = (recipe.norm, recipe.norm_behind or recipe.norm)
+    # In a sandwich, they stand before and behind the parts in turn.
+    turns = cycle(kinds if recipe.order is NormOrder.SANDWICH else kinds[:1])
+    norms = [
+        load_norm(building, kind, prefix + name, hidden) if name else None
+        for kind, name in zip(turns, recipe.norms, strict=False)
+    ]
     scale = recipe.residual_scale
     if mix is None or feed is None:
         part = mix if mix is not None else feed

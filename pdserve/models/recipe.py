@@ -606,6 +606,8 @@ class LayerRecipe:
     norm: Norm
     norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
     """The names of the norms, in the order of ``order``; empty where there is none."""
+    norm_behind: Norm | None = None
+    """The norms behind the parts of a sandwich, if they are other ones than those before."""
     order: NormOrder = NormOrder.PRE
     residual_scale: float = 1.0
     """What the outputs of both parts are multiplied by."""

@@ -27,6 +27,7 @@ from pdserve.models.families.gemma import (
     Gemma4Settings,
     Gemma4UnifiedSettings,
     GemmaSettings,
+    MuseGlimmerTextSettings,
     VaultGemmaSettings,
 )
 from pdserve.models.families.glm import (
@@ -225,6 +226,7 @@ TEXT_PARTS: dict[str, type[FamilySettings]] = {
     "glm4v_text": Glm4vTextSettings,
     "glm4v_moe_text": Glm4vMoeTextSettings,
     "mistral4": Mistral4Settings,
+    "muse_glimmer_text": MuseGlimmerTextSettings,
 }
 """The settings of families that there are within composite models alone."""
 
@@ -232,6 +234,7 @@ COMPOSITES: dict[str, Composite] = {
     "gemma3": Composite("gemma3_text", tied=True),
     "gemma4": Composite("gemma4_text", tied=True),
     "gemma4_unified": Composite("gemma4_unified_text", tied=True),
+    "muse_glimmer": Composite("muse_glimmer_text", tied=False),
     "mistral3": Composite("mistral", tied=True),
     "llama4": Composite("llama4_text", tied=False),
     "llava": Composite("llama"),

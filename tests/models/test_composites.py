@@ -93,6 +93,11 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         | {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 36, "rope_parameters": DELTA_SECTIONS},
         QWEN_VISION,
     ),
+    "muse-glimmer": (
+        "muse_glimmer",
+        SHAPE | {"num_hidden_layers": 5, "sliding_window": WINDOW, "output_multiplier": 0.7, "post_norm_eps": 0.01},
+        VISION,
+    ),
     "lfm2-vl": ("lfm2_vl", HEADS | {"layer_types": ["conv", FULL, "conv"], "block_multiple_of": 8}, VISION),
     "lfm3-vl": ("lfm3_vl", LFM3, VISION),
     "exaone4-5": (

@@ -42,7 +42,8 @@ _PARTS = (
         "merger.",
         "image_newline",
     ),
-    *("audio_tower.", "embed_vision.", "embed_audio.", "vision_embedder."),
+    *("audio_tower.", "embed_vision.", "embed_audio."),
+    *("vision_embedder.", "vision_adapter.", "vision_projection."),
 )
 UNUSED = (*_PARTS, *(f"model.{part}" for part in _PARTS), "talker.", "token2wav.")
 """See ``ModelRecipe.unused``."""

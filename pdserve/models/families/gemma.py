@@ -1,4 +1,4 @@
-"""Gemma 1, Gemma 2 and 3 (Gemma Team, 2024 and 2025), and Gemma 4 (2026).
+"""Gemma 1, Gemma 2 and 3 (Gemma Team, 2024 and 2025), Gemma 4 (2026), and Muse Glimmer, which has their norms.
 
 Gemma 2 and later have windows in many layers, and four norms in each. Up to Gemma 3, norms' weights are stored less
 one. In Gemma 4, layers with a window have other heads than those that see all; the last layers may read the keys and
@@ -406,3 +406,71 @@ class Gemma4UnifiedSettings(Gemma4Settings, kw_only=True):
     sliding_window: Count = 1024
     use_bidirectional_attention: str | None = "vision"
     hidden_size_per_layer_input: int | None = None
+
+
+class MuseGlimmerTextSettings(FamilySettings, kw_only=True):
+    """The text part of Meta's Muse Glimmer. Heads are gated, and normalised without weights; embeddings, too."""
+
+    models: ClassVar[str] = "Muse Glimmer 30B"
+    vocab_size: Count = 202_048
+    hidden_size: Count = 6656
+    intermediate_size: Count = 19_968
+    num_hidden_layers: Count = 52
+    num_key_value_heads: Count | None = 2
+    head_dim: Count | None = 128
+    hidden_act: str = msgspec.field(name="hidden_activation", default="silu")
+    max_position_embeddings: Count = 131_072
+    rms_norm_eps: float = 1e-5
+    eos_token_id: int | list[int] | None = 200_001
+    sliding_window: Count | None = 2048
+    layer_types: list[str] | None = None
+    final_logit_softcapping: float = 20.0
+    qk_scale_factor: float = 3.87
+    output_multiplier: float = 0.19611613513818404
+    post_norm_eps: float = 1e-8
+    layer_rope_theta: list[float] | None = None
+
+    def check(self) -> None:
+        super().check()
+        given = self.layer_rope_theta or []
+        if len(given) not in (0, self.num_hidden_layers) or not {*given} <= {0, self.rotary().theta}:
+            raise ModelError("layer_rope_theta has to be rope_theta, or 0 for none, for each layer")
+
+    def biases(self) -> frozenset[str]:
+        return QKVO if self.attention_bias else NONE
+
+    def attention_scale(self) -> float:
+        # Queries are multiplied by the factor behind their norm.
+        return super().attention_scale() * self.qk_scale_factor
+
+    def windows(self) -> tuple[int | None, ...]:
+        layers = self.num_hidden_layers
+        usual = [SLIDING if (layers - 1 - index) % 4 else FULL for index in range(layers)]
+        return windows_of(self.layer_types, usual, layers, self.sliding_window)
+
+    def rotary_of_layer(self, index: int) -> Rotary | None:
+        given = self.layer_rope_theta
+        knows = (self.num_hidden_layers - 1 - index) % 4 if given is None else given[index]
+        return self.rotary() if knows else None
+
+    def attention(self, index: int) -> AttentionRecipe:
+        norms = HeadNorm(Norm(self.rms_norm_eps, weighted=False), *HEAD_NORMS)
+        return replace(super().attention(index), norms=norms, gated=True, gate="self_attn.gate_proj")
+
+    def layer(self, index: int) -> LayerRecipe:
+        before = Norm(self.rms_norm_eps, offset=1.0)
+        return replace(
+            super().layer(index),
+            norm=before,
+            norm_behind=replace(before, eps=self.post_norm_eps),
+            norms=FOUR_NORMS,
+            order=NormOrder.SANDWICH,
+        )
+
+    def recipe(self) -> ModelRecipe:
+        return replace(
+            super().recipe(),
+            embedding_norm=Norm(self.rms_norm_eps, weighted=False),
+            logits_scale=self.output_multiplier,
+            logits_cap=self.final_logit_softcapping,
+        )

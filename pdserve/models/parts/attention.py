@@ -132,6 +132,8 @@ class SelfAttention:
 
     def _head_norms(self, building: Building, norms: HeadNorm, prefix: str) -> HeadNorms:
         def weight(name: str) -> torch.Tensor:
+            if not norms.norm.weighted:
+                return torch.ones(self._head_dim, dtype=building.checkpoint.dtype, device=building.checkpoint.device)
             taken = building.checkpoint.take(f"{prefix}{name}.weight", (self._head_dim,))
             return _ordered(taken + norms.norm.offset, self._order)
 
