@@ -317,7 +317,7 @@ MUTANTS = (
 RARE = (
     Mutant(
         "a stream that its node ends with an error counts as answered",
-        662,
+        1213,
         "pdserve_proxy.relay.event_stream.EventStream",
         "end",
         "failed or RelayOutcome.OK",
