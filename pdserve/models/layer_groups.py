@@ -34,6 +34,8 @@ class LayerGroup:
     """As in ``GroupSpec``."""
     shared_channels: int = 0
     """As in ``KvLayout``."""
+    queries: int = 0
+    """The query heads on all ranks together; 0 for a state."""
 
     @property
     def stored(self) -> int:
@@ -72,6 +74,7 @@ class _Kind:
     window: int = 0
     """0 for layers that see all."""
     shared_channels: int = 0
+    queries: int = 0
 
 
 def layer_groups(config: DecoderConfig) -> LayerGroups:
@@ -96,7 +99,8 @@ def layer_groups(config: DecoderConfig) -> LayerGroups:
             keep, window, name = Keep.ALL, 0, "whole contexts"
         elif any(group.window == window for group in groups):
             name += f", {kind.heads} heads of {kind.numbers}"
-        groups.append(LayerGroup(name, keep, len(having), kind.heads, kind.numbers, window, kind.shared_channels))
+        shape = (kind.heads, kind.numbers, window, kind.shared_channels, kind.queries)
+        groups.append(LayerGroup(name, keep, len(having), *shape))
     for index, source in enumerate(_sources(config)):
         if source is not None:
             attention[index] = attention[source]
@@ -116,10 +120,10 @@ def _whole(config: DecoderConfig, seen: list[_Kind | None]) -> _Kind:
     kinds = dict.fromkeys(kind for kind in seen if kind is not None)
     whole = [kind for kind in kinds if not kind.window]
     if len(whole) > 1:
-        shapes = " and ".join(f"{kind.heads} of {kind.numbers}" for kind in whole)
-        raise ModelError(f"its layers that see whole contexts have different KV heads: {shapes}")
+        shapes = " and ".join(f"{kind.queries}, and {kind.heads} of {kind.numbers} for KV" for kind in whole)
+        raise ModelError(f"its layers that see whole contexts have different heads: {shapes}")
     if whole or not kinds:
-        return whole[0] if whole else _Kind(config.kv_heads, config.head_dim)
+        return whole[0] if whole else _Kind(config.kv_heads, config.head_dim, queries=config.heads)
     return max(kinds, key=lambda kind: kind.window)
 
 
@@ -128,7 +132,7 @@ def _seen(config: DecoderConfig) -> list[_Kind | None]:
 
     Layers of fallback models all keep whole contexts.
     """
-    plain = _Kind(config.kv_heads, config.head_dim)
+    plain = _Kind(config.kv_heads, config.head_dim, queries=config.heads)
     if not isinstance(config, FamilyConfig):
         return [plain] * config.num_layers
     found: list[_Kind | None] = []
@@ -142,11 +146,11 @@ def _seen(config: DecoderConfig) -> list[_Kind | None]:
         else:
             own = config.of_layer(part)
             shared = 0 if part.latent is None else part.latent.rank
-            found.append(_Kind(own.kv_heads, own.head_dim, window or 0, shared))
+            found.append(_Kind(own.kv_heads, own.head_dim, window or 0, shared, own.heads))
     whole = next((kind for kind in found if kind is not None and not kind.window), None)
     # A window that no context fills is none, unless its layers would not fit those that see whole contexts.
     wide = {kind for kind in found if kind is not None and kind.window >= config.max_positions}
-    if whole is None and len({(kind.heads, kind.numbers) for kind in wide}) > 1:
+    if whole is None and len({(kind.heads, kind.numbers, kind.queries) for kind in wide}) > 1:
         return found
     alike = {kind: replace(kind, window=0) for kind in wide}
     alike = {kind: plainer for kind, plainer in alike.items() if whole in (None, plainer)}

@@ -34,16 +34,21 @@ TORCH_DTYPES = {Dtype.BF16: torch.bfloat16, Dtype.FP32: torch.float32}
 AUTO = KvCacheDtype.AUTO
 
 
-def _kv_layout(
-    group: LayerGroup, heads: int, dtype: Dtype, block_size: int, tp: TpGroup, kv_dtype: KvCacheDtype
-) -> KvLayout:
+def _kv_layout(group: LayerGroup, dtype: Dtype, block_size: int, tp: TpGroup, kv_dtype: KvCacheDtype) -> KvLayout:
     if not group.layers:
         # A model of states only has no heads that ranks would split.
         return KvLayout(1, 0, block_size, 1, TORCH_DTYPES[dtype])
-    mine = kv_share(tp, heads, group.heads)
+    mine = kv_share(tp, group.queries, group.heads)
     held = mine.stop - mine.start
     shared, fp8 = group.shared_channels, kv_dtype is KvCacheDtype.FP8
     return KvLayout(held, group.layers, block_size, group.numbers, TORCH_DTYPES[dtype], shared, fp8)
+
+
+def _queries(group: LayerGroup, tp: TpGroup) -> int:
+    """Returns the query heads of the group's layers on this rank."""
+    mine = share(tp, group.queries, "attention heads")
+    count: int = mine.stop - mine.start
+    return count
 
 
 def _state_layout(group: LayerGroup, tp: TpGroup) -> StateLayout:
@@ -85,9 +90,7 @@ def rank_layouts(
 ) -> tuple[KvLayout | StateLayout, ...]:
     """Returns the layout of each group on one rank. Raises ModelError if a group cannot be split over the ranks."""
     return tuple(
-        _state_layout(group, tp)
-        if group.keep is Keep.LATEST
-        else _kv_layout(group, config.heads, dtype, block_size, tp, kv_dtype)
+        _state_layout(group, tp) if group.keep is Keep.LATEST else _kv_layout(group, dtype, block_size, tp, kv_dtype)
         for group in layer_groups(config).groups
     )
 
@@ -130,6 +133,8 @@ class KvGroup:
     blocks: GroupBlocks
     layout: KvLayout
     cache: torch.Tensor
+    heads: int
+    """The query heads of its layers on this rank."""
 
     def held(self, table: Sequence[int], start: int) -> tuple[Sequence[int], int]:
         """Returns the places in ``cache`` of the blocks that a row from token ``start`` on reads and writes.
@@ -214,8 +219,9 @@ class RankCache:
         self.whole = self._views[0]
         """The blocks of the first group, which keeps whole contexts."""
         parts = list(enumerate(zip(layouts, self.groups, self._views, strict=True)))
+        of_model = layer_groups(config).groups
         self.attention = [
-            KvGroup(number, group, layout, view)
+            KvGroup(number, group, layout, view, _queries(of_model[number], tp))
             for number, (layout, group, view) in parts
             if isinstance(layout, KvLayout) and layout.num_layers
         ]

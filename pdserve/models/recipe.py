@@ -216,6 +216,8 @@ class AttentionRecipe:
     """Whether contexts are cut every ``window`` tokens, and a token sees none before the last cut."""
     head_dim: int | None = None
     """The channels of a head, if they are not those of the model."""
+    heads: int | None = None
+    """The number of query heads, if it is not that of the model. Layers of one cache group have the same."""
     kv_heads: int | None = None
     """The number of KV heads, if it is not that of the model."""
     kv_from: int | None = None
@@ -240,11 +242,13 @@ class AttentionRecipe:
     latent: LatentRecipe | None = None
     """How keys and values come from latents, if they do."""
     gated: bool = False
-    """Whether each head's output is multiplied by the sigmoid of a gate, which ``query`` has behind the query."""
+    """Whether each head's output is multiplied by what becomes of a gate, which ``query`` has behind the query."""
     gate: str = ""
     """The projection to the gates of all heads, if they are not in ``query``."""
     one_gate: bool = False
     """Whether such a gate is one number for a head, and not one for each of its channels."""
+    gating: Activation = Activation.SIGMOID
+    """What maps a gate to what the output is multiplied by."""
     value_dim: int | None = None
     """The channels of a value, if a head's key has more. The cache has as many of both: the others are 0."""
     value_scale: float = 1.0

@@ -39,7 +39,7 @@ from pdserve.models.rank_cache import (
     run_numbers,
     state_runs,
 )
-from pdserve.models.tp.shares import ALONE, TpGroup, share
+from pdserve.models.tp.shares import ALONE, TpGroup
 from pdserve_kernels.contract import (
     Attention,
     AttentionRow,
@@ -376,8 +376,6 @@ class ModelRunner:
         torch_dtype = TORCH_DTYPES[dtype]
         self.cache = RankCache(config, dtype, block_size, (num_blocks, *bounded), tp, device, kv_memory, kv_dtype)
         self.layout, self.kv_cache = self.cache.layout, self.cache.whole
-        heads = share(tp, config.heads, "attention heads") if self.cache.attention else range(0)
-        self._heads = heads.stop - heads.start
         self._scale, self._cap = config.attention_scale, config.attention_cap
         self._latent = config.latent if isinstance(config, FamilyConfig) else None
         self._max_model_len, self._hidden_size = max_model_len, config.hidden_size
@@ -536,8 +534,8 @@ class ModelRunner:
 
     def _planned_group(self, group: KvGroup, rows: Sequence[AttentionRow]) -> Attention | LatentStep:
         if self._latent is not None:
-            return plan_latents(self._kernels, group, rows, self._heads, self._scale, self._latent)
-        return self._kernels.plan_attention(group.layout, group.cache, rows, self._heads, self._scale, self._cap)
+            return plan_latents(self._kernels, group, rows, group.heads, self._scale, self._latent)
+        return self._kernels.plan_attention(group.layout, group.cache, rows, group.heads, self._scale, self._cap)
 
     def _scored_places(self, rows: Sequence[StepRow]) -> Iterator[torch.Tensor]:
         """Yields the places of scored tokens in the step, in pieces that are the same on every rank."""
@@ -568,7 +566,7 @@ class ModelRunner:
             attention, latents = list[Attention](), list[LatentStep]()
             for group, blocks in zip(cache.attention, inputs.attention, strict=True):
                 where = (group.layout, group.cache, blocks.slots, blocks.tables)
-                planned = (*where, self._heads, self._scale, self._max_model_len)
+                planned = (*where, group.heads, self._scale, self._max_model_len)
                 form = None if self._latent is None else sparse_form(self._latent)
                 if form is not None and form.count < self._max_model_len:
                     # Tokens whose context is short choose all of it.

@@ -46,7 +46,7 @@ def main() -> None:
     layout = KvLayout(1, 1, BLOCK_SIZE, LATENT.channels, torch.bfloat16, LATENT.rank)
     cache = random(300, 1, 1, 1, BLOCK_SIZE, LATENT.channels)
     spec = GroupSpec("whole contexts", Keep.ALL, 1, 1, layout.block_bytes, "bf16")
-    group = KvGroup(0, GroupBlocks(spec, 0, len(cache), 0, layout.block_bytes), layout, cache)
+    group = KvGroup(0, GroupBlocks(spec, 0, len(cache), 0, layout.block_bytes), layout, cache, HEADS)
     weight = random(HEADS, LATENT.plain + LATENT.value, LATENT.rank)
     queries = kernels.head_linear(weight[:, : LATENT.plain].transpose(1, 2).contiguous())
     keys = kernels.head_linear(weight[:, : LATENT.plain].contiguous())

@@ -202,6 +202,7 @@ NO_OWN_DEFAULT: dict[str, dict[str, Any]] = {
     "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "glm4_moe": {"head_dim": 128},
     "gptj": {"rotary_dim": 8},
+    "laguna": {"num_key_value_heads": 2},
     "mamba2": {"hidden_size": 64, "num_heads": 8, "head_dim": 16},
     "mimo_v2_flash": {"num_key_value_heads": 2},
 }

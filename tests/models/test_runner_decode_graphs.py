@@ -21,7 +21,7 @@ LAYOUT = KvLayout(1, 1, BLOCK_SIZE, 8, torch.float32)
 
 def kv_group(number: int, first: int, keep: Keep, window: int = 0) -> KvGroup:
     blocks = GroupBlocks(GroupSpec(f"group {number}", keep, 1, 1, 64, "fp32", window), first, 1000, 0, 64)
-    return KvGroup(number, blocks, LAYOUT, torch.zeros(0))
+    return KvGroup(number, blocks, LAYOUT, torch.zeros(0), 1)
 
 
 WHOLE = kv_group(0, 0, Keep.ALL)

@@ -36,6 +36,13 @@ HY3 |= {"mlp_layer_types": ["dense", "sparse", "sparse"], "initializer_range": 0
 TRINITY: dict[str, Any] = SHAPE | EXPERTS | {"moe_intermediate_size": 24, "num_dense_layers": 1, "mup_enabled": True}
 TRINITY |= {"sliding_window": WINDOW, "global_attn_every_n_layers": 2, "route_scale": 1.7, "initializer_range": 0.15}
 LFM3: dict[str, Any] = SHAPE | {"sliding_window": WINDOW, "num_hidden_layers": 5, "conv_L_cache": 4}
+LAGUNA: dict[str, Any] = SHAPE | EXPERTS | {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 36}
+LAGUNA |= {"sliding_window": WINDOW, "layer_types": KINDS, "num_attention_heads_per_layer": [8, 6, 8]}
+LAGUNA |= {"initializer_range": 0.15, "moe_routed_scaling_factor": 1.7}
+LAGUNA["rope_parameters"] = {
+    FULL: {"rope_type": "default", "rope_theta": 50_000.0, "partial_rotary_factor": 0.4},
+    SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
+}
 CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0}
 """Bounds that many scores and logits of a random model come near."""
 GRANITE = {"attention_multiplier": 0.2, "embedding_multiplier": 3.0, "residual_multiplier": 0.7, "logits_scaling": 2.0}
@@ -274,6 +281,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "hy3": ("hy_v3", HY3),
     "iquest-coder": ("iquestcoder", SHAPE),
+    "laguna": ("laguna", LAGUNA),
+    "laguna-channels": ("laguna", LAGUNA | {"gating": "per-element", "num_attention_heads_per_layer": None}),
     "trinity": ("afmoe", TRINITY),
     "mimo": ("mimo_v2_flash", MIMO),
     "mimo-dense": (

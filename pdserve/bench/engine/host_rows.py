@@ -99,7 +99,7 @@ class IdleRunner:
 
     def __init__(self, requests: int, context: int, groups: Sequence[GroupBlocks], block_size: int) -> None:
         layout = KvLayout(1, 1, block_size, 1, torch.float32)
-        kept = [KvGroup(number, group, layout, torch.empty(0)) for number, group in enumerate(groups)]
+        kept = [KvGroup(number, group, layout, torch.empty(0), 1) for number, group in enumerate(groups)]
         self._graphs = DecodeGraphs(_equal_logits, _Unrecorded, requests, context, kept, [], CPU)
         self.on_decode: Callable[[], None] = _nothing
         """What is called when a decode step of all requests begins."""

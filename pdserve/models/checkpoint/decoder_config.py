@@ -76,10 +76,11 @@ class FamilyConfig(DecoderConfig):
 
     def of_layer(self, attention: AttentionRecipe) -> FamilyConfig:
         """Returns the configuration with the heads that a layer has, which may not be those of the model."""
-        dim, kv_heads = attention.head_dim or self.head_dim, attention.kv_heads or self.kv_heads
-        if (dim, kv_heads) == (self.head_dim, self.kv_heads):
+        own = attention.heads or self.heads, attention.kv_heads or self.kv_heads, attention.head_dim or self.head_dim
+        if own == (self.heads, self.kv_heads, self.head_dim):
             return self
-        return replace(self, head_dim=dim, kv_heads=kv_heads)
+        heads, kv_heads, dim = own
+        return replace(self, heads=heads, kv_heads=kv_heads, head_dim=dim)
 
     @property
     def latent(self) -> LatentRecipe | None:

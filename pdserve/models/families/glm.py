@@ -22,8 +22,10 @@ from pdserve.models.families.settings import (
     Count,
     FamilySettings,
     RotarySettings,
+    check_experts,
     draft_layer,
     gated,
+    gated_expert,
     rotary_of,
     windows_of,
 )
@@ -38,6 +40,7 @@ from pdserve.models.recipe import (
     NormOrder,
     Rotary,
 )
+from pdserve_kernels.feed_forward import Activation, Scoring
 
 GLM4_NORMS = ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm")
 
@@ -440,6 +443,109 @@ class AfmoeSettings(FamilySettings, kw_only=True):
 
     def recipe(self) -> ModelRecipe:
         return replace(super().recipe(), embedding_scale=self.hidden_size**0.5 if self.mup_enabled else 1.0)
+
+
+class LagunaSettings(FamilySettings, kw_only=True):
+    """Poolside's Laguna: layers with windows may have more heads, all heads are gated, and a shared expert."""
+
+    models: ClassVar[str] = "Laguna XS 2"
+    head_norms: ClassVar[bool] = True
+    partly_turned: ClassVar[bool] = True
+    vocab_size: Count = 100_352
+    hidden_size: Count = 2048
+    intermediate_size: Count = 8192
+    num_hidden_layers: Count = 40
+    num_attention_heads: Count = 48
+    num_key_value_heads: Count | None = 8
+    head_dim: Count | None = 128
+    max_position_embeddings: Count = 131_072
+    eos_token_id: int | list[int] | None = None
+    sliding_window: Count | None = 512
+    layer_types: list[str] | None = None
+    mlp_layer_types: list[str] | None = None
+    gating: bool | str = True
+    num_attention_heads_per_layer: list[int] | None = None
+    num_experts: Count = 256
+    num_experts_per_tok: Count = 8
+    moe_intermediate_size: Count = 512
+    shared_expert_intermediate_size: Count = 512
+    moe_routed_scaling_factor: float = 1.0
+    moe_apply_router_weight_on_input: bool = False
+    moe_router_logit_softcapping: float = 0.0
+
+    def check(self) -> None:
+        super().check()
+        check_experts(self.num_experts_per_tok, self.num_experts)
+        check_kinds(self.kinds(), self.num_hidden_layers)
+        if self.gating not in (True, "per-head", "per-element"):
+            raise ModelError(f"gating {self.gating!r} is not supported; true, 'per-head' and 'per-element' are")
+        if self.moe_apply_router_weight_on_input or self.moe_router_logit_softcapping:
+            raise ModelError("moe_apply_router_weight_on_input and moe_router_logit_softcapping are not supported")
+        if self.rope_scaling is not None:
+            raise ModelError("rope_scaling of a Laguna is not supported; rope_parameters is")
+        heads = self.query_heads()
+        if len(heads) != self.num_hidden_layers or any(each < 1 or each % self.kv_heads() for each in heads):
+            raise ModelError(
+                f"num_attention_heads_per_layer has to be a multiple of {self.kv_heads()} KV heads "
+                f"for each of {self.num_hidden_layers} layers"
+            )
+        if len({*zip(heads, self.windows(), strict=True)}) > len({*self.windows()}):
+            raise ModelError("num_attention_heads_per_layer is only supported if layers of one kind have the same")
+        for full in (True, False):
+            self._check_turned(self._turning(full=full).width)
+
+    def biases(self) -> frozenset[str]:
+        return QKVO if self.attention_bias else NONE
+
+    def turned_channels(self) -> int | None:
+        return None  # each kind of layer has its own
+
+    def kinds(self) -> list[str]:
+        return self.mlp_layer_types or [DENSE] + [SPARSE] * (self.num_hidden_layers - 1)
+
+    def query_heads(self) -> list[int]:
+        """Returns the number of query heads of each layer."""
+        return self.num_attention_heads_per_layer or [self.num_attention_heads] * self.num_hidden_layers
+
+    def windows(self) -> tuple[int | None, ...]:
+        layers = self.num_hidden_layers
+        return windows_of(self.layer_types, [FULL] * layers, layers, self.sliding_window)
+
+    def _turning(self, *, full: bool) -> Rotary:
+        both, theta, part = self.rope_parameters, 500_000.0 if full else 10_000.0, 0.5 if full else 1.0
+        if both is not None:
+            found, part = both.of_kind(full=full), 1.0
+        else:
+            found = RotarySettings()
+        part = part if found.partial_rotary_factor is None else found.partial_rotary_factor
+        return rotary_of(found, theta, self.max_position_embeddings, int(self.head_size() * part))
+
+    def rotary_of_layer(self, index: int) -> Rotary:
+        return self._turning(full=self.windows()[index] is None)
+
+    def attention(self, index: int) -> AttentionRecipe:
+        return replace(
+            super().attention(index),
+            heads=self.query_heads()[index],
+            gated=True,
+            gate="self_attn.g_proj",
+            one_gate=self.gating != "per-element",
+            gating=Activation.SOFTPLUS,
+        )
+
+    def feed_forward(self, index: int) -> FeedForwardRecipe:
+        if self.kinds()[index] == DENSE:
+            return self.mlp()
+        return ExpertsRecipe(
+            self.num_experts,
+            self.num_experts_per_tok,
+            gated_expert(self.moe_intermediate_size),
+            scoring=Scoring.SIGMOID,
+            normalised=True,
+            correction="mlp.experts.e_score_correction_bias",
+            scale=self.moe_routed_scaling_factor,
+            shared=gated("mlp.shared_expert", self.shared_expert_intermediate_size),
+        )
 
 
 class Glm4vTextSettings(Glm4Settings, kw_only=True):

@@ -15,7 +15,6 @@ from pdserve.models.parts.rotary import PositionTables, channel_order
 from pdserve.models.recipe import AttentionRecipe, Fusion, HeadNorm, Norm, NormKind, NormScope
 from pdserve.models.tp.shares import kv_share, share, spread
 from pdserve_kernels.contract import Attention, HeadNorms
-from pdserve_kernels.feed_forward import Activation
 
 QUERY, KEY, VALUE = range(3)
 
@@ -40,6 +39,7 @@ class SelfAttention:
         gate_channels = (1 if recipe.one_gate else config.head_dim) if recipe.gated else 0
         self._gates = self._heads * gate_channels
         """The numbers of all gates, which stand before the queries."""
+        self._gating = recipe.gating
         self._order = channel_order(recipe.rotary, config.head_dim)
         assert recipe.value or self._order is None, "values that are keys have the order of the checkpoint"
         parts = _projections(config, recipe, prefix, heads, kv_heads, self._order)
@@ -84,7 +84,7 @@ class SelfAttention:
         if self._gates:
             attended = attended.view(tokens, self._heads, -1)
             gates = gates.view(tokens, self._heads, -1).expand(attended.shape)
-            attended = gated(self._kernels, gates, attended, Activation.SIGMOID)
+            attended = gated(self._kernels, gates, attended, self._gating)
         if self._value_dim != self._head_dim:
             attended = attended.view(tokens, -1, self._head_dim)[..., : self._value_dim]
         return self._out(attended.reshape(tokens, -1))
