@@ -292,13 +292,16 @@ def gated_delta_rule(
     ``[tokens, heads, group]``. ``state`` is fp32 ``[num_blocks, heads, group, key_dim, value_dim]``, a strided view.
     Query and key are scaled to length 1, and the query then by ``key_dim ** -0.5``. Returns ``[tokens, heads, group,
     value_dim]``.
+
+    ``decay`` may be ``[tokens, heads, group, key_dim]``, and each row of a matrix is then multiplied by its own (Kimi
+    Delta Attention, Kimi Team, 2025).
     """
     _, heads, group, key_dim, value_dim = state.shape
     query, key, value = torch.split(qkv.float(), [key_dim, key_dim, group * value_dim], -1)
     query, key = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (query, key))
     query = query * key_dim**-0.5
     value = value.reshape(-1, heads, group, value_dim)
-    factor = decay.exp()
+    factor = decay.exp().view(*decay.shape[:3], -1, 1)
     out = qkv.new_zeros(len(qkv), heads, group, value_dim)
     starts, sources, destinations = (each.tolist() for each in (runs.starts, runs.sources, runs.destinations))
     kept = _kept(runs, len(out))
@@ -308,7 +311,7 @@ def gated_delta_rule(
         matrix = torch.zeros_like(state[0]) if source < 0 else state[source].clone()
         for at in range(first, end):
             k, q = key[at, :, None, :, None], query[at, :, None, :, None]
-            matrix = matrix * factor[at, :, :, None, None]
+            matrix = matrix * factor[at]
             found = (matrix * k).sum(-2)
             delta = (value[at] - found) * beta[at].unsqueeze(-1)
             matrix = matrix + k * delta.unsqueeze(-2)

@@ -22,6 +22,8 @@ SIZE = 13
 LONG = 19
 """More tokens than are prepared together."""
 BLOCKS = 6
+BY_CHANNEL = "_by_channel"
+"""With a decay for each channel of a key."""
 
 Operation = Callable[[slice, torch.Tensor, StateRuns], torch.Tensor]
 
@@ -47,7 +49,7 @@ def operation(name: str, kernels: object, dtype: torch.dtype, tokens: int) -> tu
     """Returns an operation on some of ``tokens`` tokens, and its states."""
     random = torch.Generator().manual_seed(3)
     draw = partial(torch.randn, generator=random)
-    compute: Callable[..., torch.Tensor] = getattr(kernels, name)
+    compute: Callable[..., torch.Tensor] = getattr(kernels, name.removesuffix(BY_CHANNEL))
     if name == "causal_conv":
         x = draw(tokens, HEADS, CONV).to(dtype)
         weight, bias = draw(WIDTH, HEADS, CONV).to(dtype), draw(HEADS, CONV).to(dtype)
@@ -74,7 +76,8 @@ def operation(name: str, kernels: object, dtype: torch.dtype, tokens: int) -> tu
 
         return scan_channels, states(VALUES * SIZE, VALUES, SIZE)
     qkv = draw(tokens, HEADS, 2 * KEYS + GROUP * VALUES).to(dtype)
-    decay, beta = -draw(tokens, HEADS, GROUP).abs(), draw(tokens, HEADS, GROUP).sigmoid()
+    decays = (KEYS,) if name.endswith(BY_CHANNEL) else ()
+    decay, beta = -draw(tokens, HEADS, GROUP, *decays).abs(), draw(tokens, HEADS, GROUP).sigmoid()
 
     def delta(part: slice, state: torch.Tensor, runs: StateRuns) -> torch.Tensor:
         return compute(qkv[part], decay[part], beta[part], state, runs)
@@ -82,7 +85,7 @@ def operation(name: str, kernels: object, dtype: torch.dtype, tokens: int) -> tu
     return delta, states(GROUP * KEYS * VALUES, GROUP, KEYS, VALUES)
 
 
-OPERATIONS = ("causal_conv", "gated_delta_rule", "mamba2_scan", "mamba_scan")
+OPERATIONS = ("causal_conv", "gated_delta_rule", f"gated_delta_rule{BY_CHANNEL}", "mamba2_scan", "mamba_scan")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

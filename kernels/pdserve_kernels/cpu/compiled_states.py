@@ -57,7 +57,9 @@ def gated_delta_rule(
     qkv = qkv.contiguous()
     if qkv.shape[2] != 2 * key_dim + group * value_dim:
         raise ValueError(f"a state of {tuple(state.shape)} was given {tuple(qkv.shape)}")
-    decay, beta = (_fp32(each, (tokens, heads, group)) for each in (decay, beta))
+    by_channel = decay.dim() == 4
+    decay = _fp32(decay, (tokens, heads, group, key_dim) if by_channel else (tokens, heads, group))
+    beta = _fp32(beta, (tokens, heads, group))
     out = qkv.new_empty((tokens, heads, group, value_dim))
     delta = CDelta(
         qkv=qkv.data_ptr(),
@@ -68,6 +70,7 @@ def gated_delta_rule(
         group=group,
         key_dim=key_dim,
         value_dim=value_dim,
+        by_channel=int(by_channel),
     )
     library.gated_delta_rule(_bf16(qkv), ctypes.byref(_runs(runs, state, tokens)), ctypes.byref(delta))
     return out

@@ -121,6 +121,7 @@ class CDelta(ctypes.Structure):
     _fields_ = (
         *((name, _POINTER) for name in ("qkv", "decay", "beta", "out")),
         *((name, ctypes.c_int64) for name in ("heads", "group", "key_dim", "value_dim")),
+        ("by_channel", ctypes.c_int32),
     )
 
 

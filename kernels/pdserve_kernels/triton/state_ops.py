@@ -159,6 +159,7 @@ def _gated_delta_rule_kernel(
     GROUP: tl.constexpr,
     KEYS: tl.constexpr,
     VALUES: tl.constexpr,
+    BY_CHANNEL: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -180,7 +181,10 @@ def _gated_delta_rule_kernel(
         query *= scale * tl.rsqrt(tl.sum(query * query, 0) + 1e-6)
         key *= tl.rsqrt(tl.sum(key * key, 0) + 1e-6)
         scalar = (token * HEADS + head) * GROUP + member
-        matrix *= tl.exp(tl.load(decay + scalar))
+        if BY_CHANNEL:
+            matrix *= tl.exp(tl.load(decay + scalar * KEYS + row, mask=of_key, other=0.0))[:, None]
+        else:
+            matrix *= tl.exp(tl.load(decay + scalar))
         change = (value - tl.sum(matrix * key[:, None], 0)) * tl.load(beta + scalar)
         matrix += key[:, None] * change[None, :]
         found = tl.where(destination >= 0, tl.sum(matrix * query[:, None], 0), 0.0)
@@ -221,6 +225,7 @@ def gated_delta_rule(
             group,
             keys,
             values,
+            decay.dim() == 4,
             triton.next_power_of_2(keys),
             block,
         )

@@ -82,15 +82,26 @@ def test_causal_conv(
 
 @settings(max_examples=examples(40), deadline=None)
 @given(
-    LENGTHS, st.integers(1, 2), st.integers(1, 3), st.integers(2, 20), st.integers(1, 40), DTYPES, SEEDS, st.booleans()
+    LENGTHS,
+    *(st.integers(1, 2), st.integers(1, 3), st.integers(2, 20), st.integers(1, 40)),
+    *(st.booleans(), DTYPES, SEEDS, st.booleans()),
 )
 def test_gated_delta_rule(
-    lengths: list[int], heads: int, group: int, keys: int, values: int, dtype: torch.dtype, seed: int, keeps: bool
+    lengths: list[int],
+    heads: int,
+    group: int,
+    keys: int,
+    values: int,
+    by_channel: bool,
+    dtype: torch.dtype,
+    seed: int,
+    keeps: bool,
 ) -> None:
     torch.manual_seed(seed)
     tokens = sum(lengths)
     qkv = torch.randn(tokens, heads, 2 * keys + group * values).to(dtype)
-    decay, beta = -torch.rand(tokens, heads, group), torch.rand(tokens, heads, group)
+    decays = (keys,) if by_channel else ()
+    decay, beta = -torch.rand(tokens, heads, group, *decays), torch.rand(tokens, heads, group)
     state, runs = states(heads, group, keys, values), runs_of(lengths, keeps)
     own = on_device(state)
     got = gated_delta_rule(qkv.to(DEVICE), decay.to(DEVICE), beta.to(DEVICE), own, moved(runs))

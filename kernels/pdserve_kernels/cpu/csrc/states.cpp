@@ -87,11 +87,12 @@ constexpr long kPrepared = 16;
 // What one value head needs of some tokens that follow each other, each scaled as the rule says.
 struct Prepared {
   std::vector<float> keys, queries;
-  float factor[kPrepared], beta[kPrepared];
+  std::vector<float> factors;  // what the matrix is multiplied by, or each of its rows
+  float beta[kPrepared];
   float both[kPrepared];  // the product of query and key
 };
 
-template <class T>
+template <bool kByChannel, class T>
 void prepare(const Delta& delta, long head, long of_group, long first, long count, Prepared& out) {
   const long keys = delta.key_dim, width = 2 * keys + delta.group * delta.value_dim;
   for (long t = 0; t < count; t++) {
@@ -118,7 +119,13 @@ void prepare(const Delta& delta, long head, long of_group, long first, long coun
       both += scaled_query * scaled_key;
     }
     const long at = ((first + t) * delta.heads + head) * delta.group + of_group;
-    out.factor[t] = std::exp(delta.decay[at]);
+    if constexpr (kByChannel) {
+      for (long i = 0; i < keys; i += kLanes) {
+        store_part(&out.factors[t * keys + i], exponential(load_part(delta.decay + at * keys + i, keys - i)), keys - i);
+      }
+    } else {
+      out.factors[t] = std::exp(delta.decay[at]);
+    }
     out.beta[t] = delta.beta[at];
     out.both[t] = sum(both);
   }
@@ -126,24 +133,28 @@ void prepare(const Delta& delta, long head, long of_group, long first, long coun
 
 // Updates n columns, at most `kVectors` vectors of them, by one token; several vectors are whole. Rows are `values`
 // apart, and those before the token may be elsewhere. What the query finds after the update is what it finds before, and its part of the update.
-template <int kVectors, class T>
+template <int kVectors, bool kByChannel, class T>
 void update_columns(const float* before, float* after, long values, long n, const Prepared& of, long t, long keys,
                     const T* value, T* out) {
   const long part = kVectors > 1 ? kLanes : n;
-  const float *query = of.queries.data() + t * keys, *key = of.keys.data() + t * keys, factor = of.factor[t];
+  const float *query = of.queries.data() + t * keys, *key = of.keys.data() + t * keys;
+  const float* factors = of.factors.data() + (kByChannel ? t * keys : t);
+  const float all = kByChannel ? 1.0f : factors[0];
   Lanes by_key[kVectors] = {}, by_query[kVectors] = {}, change[kVectors];
   for (long i = 0; i < keys; i++) {
     for (int v = 0; v < kVectors; v++) {
-      const Lanes x = load_part(before + i * values + v * kLanes, part);
+      Lanes x = load_part(before + i * values + v * kLanes, part);
+      if constexpr (kByChannel) x *= factors[i];
       by_key[v] += x * key[i];
       by_query[v] += x * query[i];
     }
   }
   for (int v = 0; v < kVectors; v++) {
-    change[v] = (load_part(value + v * kLanes, part) - by_key[v] * factor) * of.beta[t];
-    store_part(out + v * kLanes, by_query[v] * factor + change[v] * of.both[t], part);
+    change[v] = (load_part(value + v * kLanes, part) - by_key[v] * all) * of.beta[t];
+    store_part(out + v * kLanes, by_query[v] * all + change[v] * of.both[t], part);
   }
   for (long i = 0; i < keys; i++) {
+    const float factor = kByChannel ? factors[i] : all;
     for (int v = 0; v < kVectors; v++) {
       const long at = i * values + v * kLanes;
       store_part(after + at, load_part(before + at, part) * factor + change[v] * key[i], part);
@@ -154,7 +165,7 @@ void update_columns(const float* before, float* after, long values, long n, cons
 constexpr int kWide = 4;
 
 // The matrix of one value head, in one run. Some of its columns stay in the nearest memory for several tokens.
-template <class T>
+template <bool kByChannel, class T>
 void update(const Runs& runs, const Delta& delta, long run, long head, long of_group) {
   const long keys = delta.key_dim, values = delta.value_dim, group = delta.group, heads = delta.heads;
   const long first = runs.starts[run], end = runs.starts[run + 1];
@@ -171,17 +182,18 @@ void update(const Runs& runs, const Delta& delta, long run, long head, long of_g
     return (const T*)delta.qkv + (t * heads + head) * (2 * keys + group * values) + 2 * keys + of_group * values;
   };
   const long most = std::min(kPrepared, end - first);
-  Prepared prepared{std::vector<float>(most * keys), std::vector<float>(most * keys), {}, {}, {}};
+  Prepared prepared{std::vector<float>(most * keys), std::vector<float>(most * keys),
+                    std::vector<float>(kByChannel ? most * keys : most), {}, {}};
   for (long begin = first; begin < end; begin += kPrepared) {
     const long count = std::min(kPrepared, end - begin);
-    prepare<T>(delta, head, of_group, begin, count, prepared);
+    prepare<kByChannel, T>(delta, head, of_group, begin, count, prepared);
     float* matrices[kPrepared + 1];  // before the first of these tokens, and after each
     matrices[0] = (begin == first ? ends.after : state_after(runs, ends, begin - 1, head)) + of_group * size;
     for (long t = 0; t < count; t++) matrices[t + 1] = state_after(runs, ends, begin + t, head) + of_group * size;
     for (long j = 0; j < values;) {
       const bool wide = values - j >= kWide * kLanes;
       for (long t = 0; t < count; t++) {
-        const auto update_by = wide ? update_columns<kWide, T> : update_columns<1, T>;
+        const auto update_by = wide ? update_columns<kWide, kByChannel, T> : update_columns<1, kByChannel, T>;
         update_by(matrices[t] + j, matrices[t + 1] + j, values, values - j, prepared, t, keys, value(begin + t) + j,
                   out(begin + t) + j);
       }
@@ -297,7 +309,9 @@ extern "C" void pdserve_causal_conv(int bf16, const pdserve::Runs* runs, const p
 
 extern "C" void pdserve_gated_delta_rule(int bf16, const pdserve::Runs* runs, const pdserve::Delta* delta) {
   using namespace pdserve;
-  const auto run = bf16 ? update<Bf16> : update<float>;
+  const auto by_head = bf16 ? update<false, Bf16> : update<false, float>;
+  const auto by_channel = bf16 ? update<true, Bf16> : update<true, float>;
+  const auto run = delta->by_channel ? by_channel : by_head;
   const long each_run = delta->heads * delta->group;
   each(runs->count * each_run, [&](long i) {
     const long head = i % each_run;

@@ -37,6 +37,7 @@ struct Delta {
   int64_t group;
   int64_t key_dim;
   int64_t value_dim;
+  int32_t by_channel;  // whether each channel of a key has a decay, and not each value head
 };
 
 struct Scan {
