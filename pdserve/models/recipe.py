@@ -454,6 +454,51 @@ class DeltaNetRecipe:
 
 
 @dataclass(frozen=True, slots=True)
+class KimiDeltaRecipe:
+    """A Kimi Delta Attention: a gated delta net whose decays are those of the channels of a key. Ranks split heads.
+
+    Queries, keys and values are convolved by themselves.
+    """
+
+    heads: int
+    channels: int
+    """The channels of a head's query, key and value."""
+    width: int
+    """The tokens that a convolution sees."""
+    norm: Norm
+    """The norm of each head, whose output is multiplied by ``sigmoid(gate)``."""
+    query: str = "self_attn.q_proj"
+    key: str = "self_attn.k_proj"
+    value: str = "self_attn.v_proj"
+    convs: tuple[str, str, str] = ("self_attn.q_conv1d", "self_attn.k_conv1d", "self_attn.v_conv1d")
+    beta: str = "self_attn.b_proj"
+    gate_down: str = "self_attn.g_a_proj"
+    """The projection to as many numbers as a head has channels, which ``gate_up`` leads from to all heads' gates."""
+    gate_up: str = "self_attn.g_b_proj"
+    step_down: str = "self_attn.f_a_proj"
+    """The projection to as many numbers, which ``step_up`` leads from to all heads' steps."""
+    step_up: str = "self_attn.f_b_proj"
+    step_bias: str = "self_attn.dt_bias"
+    log_rate: str = "self_attn.A_log"
+    gated_norm: str = "self_attn.o_norm"
+    out: str = "self_attn.o_proj"
+
+    @property
+    def all_channels(self) -> int:
+        """The channels of all heads."""
+        return self.heads * self.channels
+
+    @property
+    def numbers(self) -> int:
+        """See ``MixerRecipe``: the tokens that the convolutions still see, and then the matrices."""
+        return (self.width - 1) * 3 * self.channels + self.channels * self.channels
+
+    @property
+    def token_numbers(self) -> int:
+        return self.heads * (16 * self.channels + 1) + 2 * self.channels
+
+
+@dataclass(frozen=True, slots=True)
 class ShortConvRecipe:
     """A gated short convolution: ``out(gate * conv(other gate * input))``. Ranks split the channels."""
 

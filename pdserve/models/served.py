@@ -13,6 +13,7 @@ from pdserve.models.checkpoint.gguf.architectures import ARCHITECTURES
 from pdserve.models.recipe import (
     DeltaNetRecipe,
     FeedForwardRecipe,
+    KimiDeltaRecipe,
     LayerRecipe,
     Mamba2Recipe,
     MambaRecipe,
@@ -34,7 +35,7 @@ NOT_YET: dict[str, str] = {
         "a second attention in each layer": ("longcat_flash",),
         "a text part in a folder of its own": ("mistral4",),
         "sparse attention": ("deepseek_v4", "minimax_m3_vl"),
-        "linear attention": ("bailing_hybrid", "kimi_linear", "minimax", "olmo_hybrid"),
+        "linear attention": ("bailing_hybrid", "minimax", "olmo_hybrid"),
         "states": ("recurrent_gemma", "rwkv", "xlstm", "zamba", "zamba2"),
         "low-rank residuals": ("gemma3n", "gemma3n_text"),
     }.items()
@@ -137,6 +138,7 @@ def _attention(layers: Sequence[LayerRecipe], cap: float | None) -> Iterator[str
 
 _MIXERS: dict[type[MixerRecipe], str] = {
     DeltaNetRecipe: "gated delta nets",
+    KimiDeltaRecipe: "gated delta nets with a decay for each channel",
     Mamba2Recipe: "Mamba 2",
     MambaRecipe: "Mamba",
     ShortConvRecipe: "short convolutions",

@@ -36,6 +36,7 @@ CASES = (
     "gpt-oss",
     "gpt2",
     "jamba",
+    "kimi-linear",
     "lfm2-moe",
     "llama4",
     "mamba2",
@@ -46,7 +47,7 @@ CASES = (
 """Norms before, beside, behind and around the parts; windows by layer; fused, transposed and permuted weights; biases;
 experts, and one that every token is sent to; latents, which each rank has whole, and of which tokens choose some;
 learned positions; bounded scores; chunks; layers with other heads, or with the keys and values of earlier ones; sinks;
-states in place of attention, beside it and alone; layers of one part."""
+states in place of attention, beside it, beside latents and alone; layers of one part."""
 
 
 FILES = {"qwen3-5": "qwen35"}

@@ -33,6 +33,7 @@ from pdserve_kernels.contract import (
     HeadNorms,
     IndexQueries,
     SparseForm,
+    StateRuns,
     UnreadWeight,
 )
 from pdserve_kernels.feed_forward import Activation, Routing, Scoring
@@ -263,6 +264,17 @@ def attend_to_latents(rows: list[AttentionRow], layout: KvLayout, heads: int) ->
     cache, tokens = layout.allocate(13, torch.device("cpu")), sum(row.new_tokens for row in rows)
     query, key = (torch.empty(tokens, count, layout.head_dim, dtype=layout.dtype) for count in (heads, 1))
     TritonKernels(PROCESSORS).plan_attention(layout, cache, rows, heads, 0.1)(1, query, key[None])
+
+
+@pytest.mark.parametrize("by_channel", [nightly(False), True])
+def test_delta_rules(launches: list[Launch], by_channel: bool) -> None:
+    starts, one = torch.empty(2, dtype=torch.int32), torch.empty(1, dtype=torch.int32)
+    heads, group = (32, 1) if by_channel else (16, 2)
+    beta, state = torch.empty(3, heads, group), torch.empty(1, heads, group, 128, 128)
+    decay = torch.empty(3, heads, group, 128) if by_channel else beta
+    qkv = torch.empty(3, heads, 256 + group * 128, dtype=torch.bfloat16)
+    TritonKernels(PROCESSORS).gated_delta_rule(qkv, decay, beta, state, StateRuns(starts, one, one, single=False))
+    assert check(launches).keys() == {"_gated_delta_rule_kernel"}
 
 
 @pytest.mark.parametrize("fp8", [nightly(False), True])

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 import torch
 from huggingface_hub.errors import StrictDataclassError
+from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING
 
 from pdserve.config import Dtype
@@ -74,6 +75,7 @@ IN_AN_ENGINE = (
     "gpt-oss",
     "gpt2",
     "jamba",
+    "kimi-linear",
     "llama4",
     "nemotron-h",
     "phi3",
@@ -185,6 +187,19 @@ def test_no_switch_is_ignored(tmp_path: Path, case: str) -> None:
         )
 
 
+def test_a_kimi_linear_may_have_the_names_of_its_release(tmp_path: Path) -> None:
+    """transformers gives the layer without experts another name than the released files have."""
+    folder = save_tiny("kimi-linear", tmp_path)
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    names = {name: name.replace("layers.0.block_sparse_moe.", "layers.0.mlp.") for name in tensors}
+    assert sum(name != other for name, other in names.items()) == 3
+    row = [StepRow(PROMPT, 0, range(16), True)]
+    wanted = small_runner(folder).run(row).clone()
+    save_file({names[name]: tensor for name, tensor in tensors.items()}, file)
+    torch.testing.assert_close(small_runner(folder).run(row), wanted, rtol=1e-4, atol=1e-4)
+
+
 def test_every_family_has_a_case() -> None:
     assert not families_without_a_case()
 
@@ -205,6 +220,7 @@ RANKED = (
     "granitemoe-shared",
     "granitemoehybrid",
     "jamba",
+    "kimi-linear",
     "lfm2-moe",
     "llama4",
     "mamba2-groups",

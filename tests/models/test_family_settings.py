@@ -310,6 +310,56 @@ def test_a_mimo_may_have_the_names_of_its_own_code() -> None:
     assert named.windows() == (None, 129, 129, 129, 129, None, 129)
 
 
+def test_a_kimi_linear_may_have_the_names_of_its_own_code() -> None:
+    """The released ``config.json``, with other sizes."""
+    released: dict[str, object] = {
+        "first_k_dense_replace": 2,
+        "head_dim": 72,
+        "linear_attn_config": {
+            "full_attn_layers": [4, 7],
+            "head_dim": 64,
+            "kda_layers": [1, 2, 3, 5, 6],
+            "num_heads": 16,
+            "short_conv_kernel_size": 3,
+        },
+        "mla_use_nope": True,
+        "model_max_length": 77,
+        "moe_layer_freq": 1,
+        "moe_renormalize": False,
+        "moe_router_activation_func": "sigmoid",
+        "num_expert_group": 4,
+        "num_experts": 16,
+        "num_experts_per_token": 3,
+        "num_nextn_predict_layers": 0,
+        "num_shared_experts": 2,
+        "rope_scaling": None,
+        "rope_theta": 10_000.0,
+        "topk_group": 2,
+        "topk_method": "noaux_tc",
+        "use_grouped_topk": True,
+    }
+    usual: dict[str, object] = {
+        "layer_types": ["linear_attention"] * 3 + [FULL] + ["linear_attention"] * 2 + [FULL],
+        "linear_conv_kernel_dim": 3,
+        "linear_head_dim": 64,
+        "linear_num_heads": 16,
+        "max_position_embeddings": 77,
+        "mlp_layer_types": ["dense"] * 2 + ["sparse"] * 5,
+        "n_group": 4,
+        "n_shared_experts": 2,
+        "norm_topk_prob": False,
+        "num_experts_per_tok": 3,
+        "num_local_experts": 16,
+        "topk_group": 2,
+    }
+    named, ours, other = (
+        settings_from_values("kimi_linear", {"num_hidden_layers": 7} | own) for own in (released, usual, {})
+    )
+    named.check()
+    assert named.recipe() == ours.recipe() != other.recipe()
+    assert named.max_position_embeddings == ours.max_position_embeddings == 77
+
+
 def test_a_sarvam_has_other_names_for_three_settings() -> None:
     usual: dict[str, object] = {"n_routed_experts": 8, "n_shared_experts": 2, "attention_bias": True}
     others: dict[str, object] = {"num_experts": 8, "num_shared_experts": 2, "use_qkv_bias": True}

@@ -25,6 +25,8 @@ def test_rows_say_what_families_are_made_of() -> None:
     assert family("cohere2").attention.startswith("windows in 30 of 40 layers")
     assert family("phi").positions == "rotary, 50% of each head"
     assert "without weights" in family("olmo").norms
+    assert family("kimi_linear").attention.startswith("gated delta nets with a decay for each channel in 21 of 27")
+    assert family("kimi_linear").positions == "none"
     assert family("deepseek_v32").attention == "latents, of which an indexer chooses some"
 
 

@@ -209,6 +209,7 @@ def test_truncated_file(tmp_path: Path) -> None:
     [
         ("nemotron-h", {"A_log", "dt_bias", "D", "e_score_correction_bias", "gate.weight"}),
         ("qwen3-5", {"A_log", "dt_bias"}),
+        ("kimi-linear", {"A_log", "dt_bias", "e_score_correction_bias", "gate.weight"}),
         ("gpt-oss", {"sinks"}),
     ],
 )

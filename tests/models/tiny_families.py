@@ -127,6 +127,8 @@ INDEXED: dict[str, Any] = MLA | {"index_topk": 9, "index_n_heads": 24, "index_he
 INDEXED |= {"pad_token_id": None}
 """Tokens attend to fewer than a test's prompts have, also within its chunks. Many scores would be 0 with few heads, or
 for a token without an embedding, as padding has none, and transformers does not say which of equal ones it takes."""
+KIMI: dict[str, Any] = LATENTS | EXPERTS | {"q_lora_rank": None, "moe_intermediate_size": 24, "layer_types": STATES}
+KIMI |= {"linear_num_heads": 4, "linear_head_dim": 12, "linear_conv_kernel_dim": 3}
 DEEP_YARN: dict[str, Any] = {
     "rope_type": "yarn",
     "rope_theta": 10_000.0,
@@ -248,6 +250,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4-moe-lite": ("glm4_moe_lite", MLA | {"attention_bias": True}),
     "axk1": ("axk1", MLA | {"n_group": 2, "topk_group": 1}),
     "sarvam-mla": ("sarvam_mla", MLA | {"q_lora_rank": None}),
+    "kimi-linear": ("kimi_linear", KIMI | {"n_group": 4, "topk_group": 2}),
+    "kimi-linear-dense": (
+        "kimi_linear",
+        KIMI | {"mlp_layer_types": ["dense"] * 3, "q_lora_rank": 14, "attention_bias": True},
+    ),
+    "kimi-linear-raw": (
+        "kimi_linear",
+        KIMI
+        | {"moe_renormalize": False, "num_shared_experts": 2, "layer_types": None, "linear_num_heads": 7}
+        | {"linear_attn_config": {"kda_layers": [2, 3], "full_attn_layers": [1], "num_heads": 2, "head_dim": 20}},
+    ),
     "minicpm3": ("minicpm3", LATENTS | {"dim_model_base": 20, "tie_word_embeddings": False}),
     "youtu": ("youtu", LATENTS | {"attention_bias": True}),
     "olmo": ("olmo", HEADS),

@@ -11,6 +11,7 @@ import msgspec
 
 from pdserve.errors import ModelError
 from pdserve.models.families.settings import (
+    FULL,
     NONE,
     Count,
     FamilySettings,
@@ -25,8 +26,10 @@ from pdserve.models.recipe import (
     ExpertsRecipe,
     FeedForwardRecipe,
     IndexRecipe,
+    KimiDeltaRecipe,
     LatentRecipe,
     LayerRecipe,
+    MlpRecipe,
     ModelRecipe,
     Norm,
     NormOrder,
@@ -40,6 +43,25 @@ KEY, VALUE, OUT = "self_attn.kv_a_proj_with_mqa", "self_attn.kv_b_proj", "self_a
 DENSE, SPARSE = "dense", "sparse"
 INDEXED = "indexed_attention"
 OWN, SHARED = "full", "shared"
+LINEAR = "linear_attention"
+KIMI_NAMES = {
+    "max_position_embeddings": "model_max_length",
+    "num_local_experts": "num_experts",
+    "n_shared_experts": "num_shared_experts",
+    "num_experts_per_tok": "num_experts_per_token",
+    "n_group": "num_expert_group",
+    "norm_topk_prob": "moe_renormalize",
+}
+"""What files of a Kimi Linear call these settings."""
+KIMI_CONSTANTS = {
+    "moe_router_activation_func": "sigmoid",
+    "moe_layer_freq": 1,
+    "mla_use_nope": True,
+    "mla_use_output_gate": False,
+    "routed_expert_hidden_size": None,
+    "attn_res_block_size": None,
+}
+"""The only values of these settings of a Kimi Linear that are computed."""
 METHODS = ("greedy", "group_limited_greedy")
 """How a DeepSeek V2 chooses experts: from all, or from some groups of them."""
 
@@ -548,6 +570,136 @@ class Mistral4Settings(LatentSettings, kw_only=True):
                 ("mlp.experts.down_proj", "mlp.experts.{}.down_proj.weight"),
             ),
         )
+
+
+class DeltaSettings(msgspec.Struct, forbid_unknown_fields=True):
+    """The object ``linear_attn_config`` of a Kimi Linear. Layers count from 1."""
+
+    head_dim: Count | None = None
+    num_heads: Count | None = None
+    short_conv_kernel_size: Count | None = None
+    kda_layers: list[int] | None = None
+    full_attn_layers: list[int] | None = None
+
+
+class KimiLinearSettings(LatentSettings, kw_only=True):
+    """Most layers have a gated delta net, and the others latents that do not know positions; experts are V3's.
+
+    What its own code has a name for and transformers takes for granted (``mla_use_nope`` and others) has to say the
+    same, and settings of later models of this type are refused.
+    """
+
+    models: ClassVar[str] = "Kimi Linear 48B A3B"
+    vocab_size: Count = 163_840
+    hidden_size: Count = 2304
+    intermediate_size: Count = 9216
+    num_hidden_layers: Count = 27
+    max_position_embeddings: Count = 1_048_576
+    model_max_length: Count | None = None
+    rms_norm_eps: float = 1e-5
+    eos_token_id: int | list[int] | None = 163_586
+    q_lora_rank: Count | None = None
+    moe_intermediate_size: Count = 1024
+    num_local_experts: Count = 256
+    num_experts: Count | None = None
+    n_shared_experts: Count = 1
+    num_shared_experts: Count | None = None
+    num_experts_per_tok: Count = 8
+    num_experts_per_token: Count | None = None
+    routed_scaling_factor: float = 2.446
+    n_group: Count = 1
+    num_expert_group: Count | None = None
+    topk_group: Count = 1
+    norm_topk_prob: bool = True
+    moe_renormalize: bool | None = None
+    mlp_layer_types: list[str] | None = None
+    first_k_dense_replace: int = 1
+    layer_types: list[str] | None = None
+    linear_head_dim: Count = 128
+    linear_num_heads: Count = 32
+    linear_conv_kernel_dim: Count = 4
+    linear_attn_config: DeltaSettings | None = None
+    moe_router_activation_func: str = "sigmoid"
+    moe_layer_freq: int = 1
+    use_grouped_topk: bool = True
+    mla_use_nope: bool = True
+    mla_use_output_gate: bool = False
+    routed_expert_hidden_size: int | None = None
+    attn_res_block_size: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, named in KIMI_NAMES.items():
+            given = getattr(self, named)
+            setattr(self, name, getattr(self, name) if given is None else given)
+        own = self.linear_attn_config or DeltaSettings()
+        self.linear_head_dim = own.head_dim or self.linear_head_dim
+        self.linear_num_heads = own.num_heads or self.linear_num_heads
+        self.linear_conv_kernel_dim = own.short_conv_kernel_size or self.linear_conv_kernel_dim
+
+    @property
+    def n_routed_experts(self) -> int:
+        return self.num_local_experts
+
+    def check(self) -> None:
+        super().check()
+        check_kinds(self.kinds(), self.num_hidden_layers)
+        layers = self.layers()
+        if len(layers) != self.num_hidden_layers or not set(layers) <= {FULL, LINEAR}:
+            raise ModelError(
+                f"layer_types must be one of {FULL!r} and {LINEAR!r} for each of {self.num_hidden_layers} layers"
+            )
+        for name, known in KIMI_CONSTANTS.items():
+            given = getattr(self, name)
+            if given != known:
+                raise ModelError(f"{name} {given!r} is not supported; supported: {known!r}")
+        if not self.use_grouped_topk and self.n_group > 1:
+            raise ModelError(f"use_grouped_topk False is not supported with {self.n_group} groups (num_expert_group)")
+
+    def scaling(self) -> RotarySettings:
+        return RotarySettings()  # Nothing is turned, whatever a file says of frequencies.
+
+    def rotary_of_layer(self, index: int) -> Rotary | None:
+        return None
+
+    def kinds(self) -> list[str]:
+        """Returns for each layer whether its feed-forward part is one, or of experts."""
+        dense = self.first_k_dense_replace
+        usual = [DENSE if index < dense else SPARSE for index in range(self.num_hidden_layers)]
+        return usual if self.mlp_layer_types is None else self.mlp_layer_types
+
+    def layers(self) -> list[str]:
+        """Returns for each layer whether it has latents or a delta net. Raises ModelError if that is not said once."""
+        own, count = self.linear_attn_config, self.num_hidden_layers
+        if self.layer_types is not None:
+            return self.layer_types
+        if own is None or own.kda_layers is None or own.full_attn_layers is None:
+            return [FULL if index and index % 4 == 0 else LINEAR for index in range(count)]
+        if sorted(own.kda_layers + own.full_attn_layers) != list(range(1, count + 1)):
+            raise ModelError(
+                f"kda_layers and full_attn_layers of linear_attn_config must have each of 1 to {count} once"
+            )
+        return [FULL if index in own.full_attn_layers else LINEAR for index in range(1, count + 1)]
+
+    def layer(self, index: int) -> LayerRecipe:
+        layer = super().layer(index)
+        if self.layers()[index] == FULL:
+            return layer
+        delta = KimiDeltaRecipe(
+            self.linear_num_heads, self.linear_head_dim, self.linear_conv_kernel_dim, Norm(self.rms_norm_eps)
+        )
+        return replace(layer, attention=None, mixer=delta)
+
+    def feed_forward(self, index: int) -> FeedForwardRecipe:
+        if self.kinds()[index] == DENSE:
+            return self.mlp()
+        gate, down, up = (f"mlp.experts.{{}}.w{number}" for number in (1, 2, 3))
+        return replace(routed(self), expert=MlpRecipe(self.moe_intermediate_size, gate=gate, up=up, down=down))
+
+    def recipe(self) -> ModelRecipe:
+        # The released files have this name for layers with experts, and those that transformers writes for all.
+        prefixes = [f"model.layers.{index}." for index in range(self.num_hidden_layers)]
+        renamed = tuple((f"{prefix}block_sparse_moe.", f"{prefix}mlp.") for prefix in prefixes)
+        return replace(super().recipe(), renamed=renamed)
 
 
 def _check_routing(given: str, known: str, every: int) -> None:

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Protocol
 
 import torch
 
 from pdserve.models.checkpoint.decoder_config import FamilyConfig
-from pdserve.models.checkpoint.weights import Columns, joined_columns
+from pdserve.models.checkpoint.weights import ALL, Columns, joined_columns
 from pdserve.models.parts.feed_forward import gated
 from pdserve.models.parts.mamba import Mamba, Mamba2
 from pdserve.models.parts.projections import Building, Projection, RowParallel, column_parallel
-from pdserve.models.recipe import DeltaNetRecipe, Mamba2Recipe, MambaRecipe, MixerRecipe, ShortConvRecipe
+from pdserve.models.recipe import (
+    DeltaNetRecipe,
+    KimiDeltaRecipe,
+    Mamba2Recipe,
+    MambaRecipe,
+    MixerRecipe,
+    ShortConvRecipe,
+)
 from pdserve.models.tp.shares import share, spread
-from pdserve_kernels.contract import StateRuns
+from pdserve_kernels.contract import Kernels, StateRuns
 from pdserve_kernels.feed_forward import Activation
 
 
@@ -65,18 +73,66 @@ class ShortConv:
         return self._out(behind * convolved.view(tokens, -1))
 
 
-class DeltaNet:
-    """A gated delta net (Yang et al., 2024): a short convolution, and a matrix that each token updates.
+@dataclass(frozen=True, slots=True)
+class DeltaRule:
+    """What gated delta nets share: a short convolution, a matrix that each token updates, and a norm with a gate."""
 
-    Satisfies ``Mixer``, with this rank's key heads and their value heads.
-    """
+    kernels: Kernels
+    conv: torch.Tensor
+    """``[width, heads, channels]``, of each key head its query, its key and its values."""
+    step_bias: torch.Tensor
+    """fp32, one number for each step of a token."""
+    rates: torch.Tensor
+    """fp32, what steps are multiplied by, after their activation."""
+    norm: torch.Tensor
+    """``[value_dim]``"""
+    eps: float
+    gate: Activation
+    """The activation of gates."""
+
+    def __call__(
+        self,
+        qkv: torch.Tensor,
+        gates: torch.Tensor,
+        betas: torch.Tensor,
+        steps: torch.Tensor,
+        state: torch.Tensor,
+        runs: StateRuns,
+    ) -> torch.Tensor:
+        """Returns ``[tokens, heads, group, value_dim]``, and writes each run's next state.
+
+        ``qkv`` is ``[tokens, heads, channels]``. The others are projected: ``gates`` ``[tokens, heads * group *
+        value_dim]``, ``betas`` ``[tokens, heads * group]``, and ``steps`` as many, or one for each channel of a key.
+        """
+        kernels, (tokens, heads, channels), value_dim = self.kernels, qkv.shape, len(self.norm)
+        group, seen = betas.shape[1] // heads, len(self.conv) - 1
+        key_dim = (channels - group * value_dim) // 2
+        before, matrices = state[..., : seen * channels], state[..., seen * channels :]
+        convolved = kernels.causal_conv(qkv, self.conv, None, before.view(-1, heads, seen, channels), runs, silu=True)
+        decays = self.rates * kernels.activated(steps.float() + self.step_bias, Activation.SOFTPLUS, gated=False)
+        shape = (tokens, heads, group)
+        found = kernels.gated_delta_rule(
+            convolved,
+            decays.view(shape if steps.shape == betas.shape else (*shape, key_dim)),
+            kernels.activated(betas, Activation.SIGMOID, gated=False).float().reshape(shape),
+            matrices.view(-1, heads, group, key_dim, value_dim),
+            runs,
+        )
+        rows = found.reshape(-1, value_dim)
+        normed = kernels.rms_norm(rows, self.norm, self.eps)
+        by_gate = gated(kernels, gates.reshape(rows.shape).float(), normed.float(), self.gate)
+        return by_gate.to(qkv.dtype).view(*shape, value_dim)
+
+
+class DeltaNet:
+    """A gated delta net (Yang et al., 2024). Satisfies ``Mixer``, with this rank's key heads and their value heads."""
 
     def __init__(
         self, config: FamilyConfig, building: Building, recipe: DeltaNetRecipe, prefix: str, index: int
     ) -> None:
         """Takes the layer's tensors, whose names begin with ``prefix``."""
         checkpoint, hidden = building.checkpoint, config.hidden_size
-        self._kernels, self._recipe, self._eps = building.kernels, recipe, recipe.norm.eps
+        self._recipe = recipe
         keys = share(building.tp, recipe.heads, "key heads of a delta net")
         heads = range(keys.start, keys.stop)
         values = slice(keys.start * recipe.group, keys.stop * recipe.group)
@@ -85,13 +141,14 @@ class DeltaNet:
         channels = tuple(chain.from_iterable(_conv_channels(recipe, head) for head in heads))
         shape = (recipe.conv_channels * recipe.heads, 1, recipe.width)
         weight = checkpoint.take(f"{prefix}{recipe.conv}.weight", shape, rows=channels)
-        self._conv = weight.view(self._heads, -1, recipe.width).permute(2, 0, 1).contiguous()
+        conv = weight.view(self._heads, -1, recipe.width).permute(2, 0, 1).contiguous()
 
         def of_heads(name: str) -> torch.Tensor:
             return checkpoint.take(prefix + name, (recipe.value_heads,), rows=values, dtype=torch.float32)
 
-        self._step_bias, self._rate = of_heads(recipe.step_bias), -of_heads(recipe.log_rate).exp()
-        self._norm = checkpoint.take(f"{prefix}{recipe.gated_norm}.weight", (recipe.value_dim,))
+        bias, rates = of_heads(recipe.step_bias), -of_heads(recipe.log_rate).exp()
+        norm = checkpoint.take(f"{prefix}{recipe.gated_norm}.weight", (recipe.value_dim,))
+        self._rule = DeltaRule(building.kernels, conv, bias, rates, norm, recipe.norm.eps, Activation.SILU)
         out = (hidden, recipe.value_heads * recipe.value_dim)
         self._out = RowParallel(building, prefix + recipe.out, out, _out_columns(recipe, keys), biased=False)
 
@@ -99,32 +156,55 @@ class DeltaNet:
         recipe, tokens, heads = self._recipe, x.shape[0], self._heads
         of_conv, of_head = recipe.conv_channels, recipe.group * recipe.value_dim
         sizes = [heads * of_conv, heads * of_head, heads * recipe.group, heads * recipe.group]
-        qkv, gate, beta, step = torch.split(self._inner(x), sizes, -1)
-        before = (recipe.width - 1) * of_conv
-        convolved = self._kernels.causal_conv(
-            qkv.reshape(tokens, heads, of_conv),
-            self._conv,
-            None,
-            state[..., :before].view(-1, heads, recipe.width - 1, of_conv),
-            runs,
-            silu=True,
-        )
-        activated = self._kernels.activated
-        decay = self._rate * activated(step.float() + self._step_bias, Activation.SOFTPLUS, gated=False)
-        shape = (tokens, heads, recipe.group)
-        matrices = state[..., before:].view(-1, heads, recipe.group, recipe.key_dim, recipe.value_dim)
-        found = self._kernels.gated_delta_rule(
-            convolved,
-            decay.view(shape),
-            activated(beta, Activation.SIGMOID, gated=False).float().reshape(shape),
-            matrices,
-            runs,
-        )
-        rows = found.reshape(-1, recipe.value_dim)
-        normed = self._kernels.rms_norm(rows, self._norm, self._eps)
-        found = gated(self._kernels, gate.reshape(rows.shape).float(), normed.float(), Activation.SILU)
-        by_head = found.to(x.dtype).view(tokens, heads, recipe.group, recipe.value_dim)
+        qkv, gates, betas, steps = torch.split(self._inner(x), sizes, -1)
+        by_head = self._rule(qkv.reshape(tokens, heads, of_conv), gates, betas, steps, state, runs)
         return self._out((by_head.transpose(1, 2) if recipe.tiled else by_head).reshape(tokens, -1))
+
+
+class KimiDelta:
+    """A Kimi Delta Attention (Kimi Team, 2025). Satisfies ``Mixer``, with this rank's heads."""
+
+    def __init__(
+        self, config: FamilyConfig, building: Building, recipe: KimiDeltaRecipe, prefix: str, index: int
+    ) -> None:
+        """Takes the layer's tensors, whose names begin with ``prefix``."""
+        checkpoint, hidden = building.checkpoint, config.hidden_size
+        channels, whole = recipe.channels, recipe.all_channels
+        heads = share(building.tp, recipe.heads, "heads of a delta net")
+        self._heads, mine = heads.stop - heads.start, spread(heads, channels)
+        wide = [Projection(prefix + name, whole, mine) for name in (recipe.query, recipe.key, recipe.value)]
+        beta = Projection(prefix + recipe.beta, recipe.heads, heads)
+        down = [Projection(prefix + name, channels, ALL) for name in (recipe.gate_down, recipe.step_down)]
+        self._inner = column_parallel(building, hidden, [*wide, *down, beta])
+        self._sizes = [*([self._heads * channels] * 3), channels, channels, self._heads]
+        self._gates, self._steps = (
+            column_parallel(building, channels, [Projection(prefix + name, whole, mine)])
+            for name in (recipe.gate_up, recipe.step_up)
+        )
+        shape = (whole, 1, recipe.width)
+        taken = [checkpoint.take(f"{prefix}{name}.weight", shape, rows=mine) for name in recipe.convs]
+        conv = torch.cat([each.view(self._heads, channels, recipe.width) for each in taken], 1)
+        bias = checkpoint.take(prefix + recipe.step_bias, (whole,), rows=mine, dtype=torch.float32)
+        log_rates = checkpoint.take(prefix + recipe.log_rate, (1, 1, recipe.heads, 1), dtype=torch.float32)
+        rates = -log_rates.flatten()[heads].exp().repeat_interleave(channels)
+        norm = checkpoint.take(f"{prefix}{recipe.gated_norm}.weight", (channels,))
+        self._rule = DeltaRule(
+            building.kernels,
+            conv.permute(2, 0, 1).contiguous(),
+            bias,
+            rates,
+            norm,
+            recipe.norm.eps,
+            Activation.SIGMOID,
+        )
+        self._out = RowParallel(building, prefix + recipe.out, (hidden, whole), mine, biased=False)
+
+    def __call__(self, x: torch.Tensor, state: torch.Tensor, runs: StateRuns) -> torch.Tensor:
+        tokens = x.shape[0]
+        *wide, gates, steps, betas = torch.split(self._inner(x), self._sizes, -1)
+        qkv = torch.cat([each.view(tokens, self._heads, -1) for each in wide], -1)
+        gates, steps = self._gates(gates.contiguous()), self._steps(steps.contiguous())
+        return self._out(self._rule(qkv, gates, betas, steps, state, runs).view(tokens, -1))
 
 
 def _projections(recipe: DeltaNetRecipe, prefix: str, heads: range, values: slice) -> list[Projection]:
@@ -173,6 +253,7 @@ def _conv_channels(recipe: DeltaNetRecipe, head: int) -> list[int]:
 
 MIXERS: dict[type[MixerRecipe], MixerPart] = {
     DeltaNetRecipe: DeltaNet,
+    KimiDeltaRecipe: KimiDelta,
     Mamba2Recipe: Mamba2,
     MambaRecipe: Mamba,
     ShortConvRecipe: ShortConv,

@@ -38,6 +38,7 @@ from pdserve.models.recipe import (
     ExpertsRecipe,
     FeedForwardRecipe,
     IndexRecipe,
+    KimiDeltaRecipe,
     LatentRecipe,
     Mamba2Recipe,
     MambaRecipe,
@@ -185,6 +186,7 @@ MIXERS: dict[type[MixerRecipe], MixerRecipe] = {
     type(recipe): recipe
     for recipe in (
         DeltaNetRecipe(heads=16, group=2, key_dim=128, value_dim=128, width=4, norm=Norm(1e-6)),
+        KimiDeltaRecipe(heads=32, channels=128, width=4, norm=Norm(1e-6)),
         MAMBA,
         MambaRecipe(heads=8, channels=1024, size=16, rank=256, width=4, norm=Norm(1e-6)),
         ShortConvRecipe(heads=32, channels=64, width=3),
@@ -311,6 +313,10 @@ SIZES: dict[str, tuple[str, dict[str, Any]]] = {
     "delta nets": (
         "qwen3-next-dense",
         {"hidden_size": 2048, "intermediate_size": 5120, "heads": 16, "kv_heads": 2, "head_dim": 256},
+    ),
+    "delta nets of channels": (
+        "kimi-linear-dense",
+        {"hidden_size": 2304, "intermediate_size": 4096, "heads": 32, "kv_heads": 1, "head_dim": 576},
     ),
     "states": (
         "granitemoehybrid-dense",

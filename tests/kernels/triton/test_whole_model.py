@@ -150,6 +150,7 @@ MORE = (
     "deepseek-v32",
     "glm-moe-dsa",
     "gpt-oss",
+    "kimi-linear",
     "llama",
     "llama4",
     "mimo",
