@@ -473,10 +473,10 @@ class KimiDeltaRecipe:
     convs: tuple[str, str, str] = ("self_attn.q_conv1d", "self_attn.k_conv1d", "self_attn.v_conv1d")
     beta: str = "self_attn.b_proj"
     gate_down: str = "self_attn.g_a_proj"
-    """The projection to as many numbers as a head has channels, which ``gate_up`` leads from to all heads' gates."""
+    """The projection to as many numbers as a head has channels. ``gate_up`` leads from these to all heads' gates."""
     gate_up: str = "self_attn.g_b_proj"
     step_down: str = "self_attn.f_a_proj"
-    """The projection to as many numbers, which ``step_up`` leads from to all heads' steps."""
+    """The projection to as many numbers. ``step_up`` leads from these to the steps of each channel of each key."""
     step_up: str = "self_attn.f_b_proj"
     step_bias: str = "self_attn.dt_bias"
     log_rate: str = "self_attn.A_log"
