@@ -146,6 +146,19 @@ class NodeResponse:
 
     # ------------------------------------------------------------------ the connection's side
 
+    def relay_at_once(self, piece: bytes) -> bool:
+        """Passes ``piece`` to the relay of a reader that waits, and wakes it if that asks for no more.
+
+        Returns False, with nothing done, if there is no relay, or if ``piece`` is the body's last.
+        """
+        relay = self._relay
+        if relay is None or self.complete:
+            return False
+        if not relay(piece):
+            self._relay = None
+            self.wake()
+        return True
+
     def feed(self, piece: bytes) -> None:
         self._pieces.append(piece)
         self._held += len(piece)
@@ -164,10 +177,6 @@ class NodeResponse:
 
     def wake(self) -> None:
         """Wakes the reader, because bytes have come or nothing more will."""
-        if self._relay is not None and self._pieces and not self.complete and self._error is None:
-            if self._relay(self._take()):
-                return
-            self._relay = None
         waiter, self._waiter = self._waiter, None
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
@@ -283,11 +292,16 @@ class NodeConnection(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as exc:
-            self._pass_on_body(response)
+            if self._arrived:
+                response.feed(self._take_arrived())
             self._fail(f"not HTTP/1.1: {exc}")
             response.wake()  # a whole answer may have come before it
             return
-        self._pass_on_body(response)
+        if self._arrived:
+            piece = self._take_arrived()
+            if response.relay_at_once(piece):
+                return  # so it is with every token of a stream but the last
+            response.feed(piece)
         if self._idle_bytes > MAX_HEAD_BYTES:
             self._fail(f"more than {MAX_HEAD_BYTES} bytes without any of a body")
             response.wake()
@@ -335,12 +349,12 @@ class NodeConnection(asyncio.Protocol):
         self._response.complete = True
         self._keep = self._parser.should_keep_alive()  # known here only
 
-    def _pass_on_body(self, response: NodeResponse) -> None:
+    def _take_arrived(self) -> bytes:
+        self._idle_bytes = 0
         arrived = self._arrived
-        if arrived:
-            self._idle_bytes = 0
-            response.feed(arrived[0] if len(arrived) == 1 else b"".join(arrived))
-            arrived.clear()
+        piece = arrived[0] if len(arrived) == 1 else b"".join(arrived)
+        arrived.clear()
+        return piece
 
     # ------------------------------------------------------------------ ends
 
