@@ -28,7 +28,7 @@ import re
 import socket
 import ssl
 import struct
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, ClassVar
 from urllib.parse import unquote
 
@@ -148,6 +148,11 @@ def guarded_config(
     )
 
 
+class _Cycle(RequestResponseCycle):
+    task: asyncio.Task[None]
+    """The task that handles the request."""
+
+
 class GuardedHttp(HttpToolsProtocol):
     """The protocol for uvicorn's ``http`` setting, together with ``ws="none"``."""
 
@@ -251,6 +256,9 @@ class GuardedHttp(HttpToolsProtocol):
                     return
                 self._begin_head()
             room = self.max_head_bytes - self._idle_bytes if self._phase is _HEAD else len(data)
+            if len(data) <= room:  # mostly
+                self._feed(data)
+                return
             piece, data = data[:room], data[room:]
             self._feed(piece)
 
@@ -335,7 +343,6 @@ class GuardedHttp(HttpToolsProtocol):
         if self._phase is _HEAD:
             self.url = b""
             self.headers = []
-            self.expect_100_continue = False
 
     def on_url(self, url: bytes) -> None:
         if self._phase is _HEAD:
@@ -349,17 +356,16 @@ class GuardedHttp(HttpToolsProtocol):
         if len(self.headers) >= MAX_HEADERS:
             self._refuse(431, f"a request may have {MAX_HEADERS} headers", "headers_too_large")
         else:
-            name = name.lower()
-            if name == b"expect" and value.lower() == b"100-continue":
-                self.expect_100_continue = True
-            self.headers.append((name, value))
+            self.headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
         if self._phase is not _HEAD:
             return
         parser = self.parser
         version, upgrade = parser.get_http_version(), parser.should_upgrade()
-        flaw = self._flaw(version, upgrade)
+        headers = self.headers
+        fields = dict(headers)
+        flaw = self._flaw(version, upgrade, fields)
         if flaw is not None:
             self._refuse(*flaw)
             return
@@ -382,26 +388,26 @@ class GuardedHttp(HttpToolsProtocol):
             "path": path,
             "raw_path": raw_path,
             "query_string": parsed.query or b"",
-            "headers": self.headers,
+            "headers": headers,
             "state": self.app_state.copy(),
             "extensions": {OUTLET: outlet},  # type: ignore[dict-item]  # pdserve's own, not ASGI's
         }
-        fields = self.server_state.default_headers
-        cycle = self.cycle = RequestResponseCycle(
+        defaults = self.server_state.default_headers
+        cycle = self.cycle = _Cycle(
             scope=self.scope,
             transport=outlet,  # type: ignore[arg-type]  # a cycle uses no more of a transport
             flow=self.flow,
             logger=self.logger,
             access_logger=self.access_logger,
             access_log=self.access_log,
-            default_headers=fields + self.cross_origin.fields(self.headers) if self.cross_origin.selects else fields,
+            default_headers=defaults + self.cross_origin.fields(headers) if self.cross_origin.selects else defaults,
             message_event=asyncio.Event(),
             # HTTP/1.0 does not have that answer.
-            expect_100_continue=self.expect_100_continue and version != "1.0",
+            expect_100_continue=b"expect" in fields and version != "1.0" and _expects_continue(headers),
             keep_alive=version != "1.0" and not self._stopping and parser.should_keep_alive(),
             on_response=self.on_response_complete,
         )
-        outlet.begin(cycle)
+        outlet.begin(cycle, fields if len(fields) == len(headers) else None, takes_chunks=version == "1.1")
         if self._timer is not None:
             self._stop_timer()
         self._idle_bytes = self._pieces = self._body_bytes = 0
@@ -436,11 +442,13 @@ class GuardedHttp(HttpToolsProtocol):
         self._stop_timer()
         self._begin_waiting()
 
-    def _flaw(self, version: str, upgrade: bool) -> tuple[int, str, str] | None:
-        """Returns status, message and code for refusing a head that the parser accepts; None if the head is proper."""
+    def _flaw(self, version: str, upgrade: bool, fields: Mapping[bytes, bytes]) -> tuple[int, str, str] | None:
+        """Returns status, message and code for refusing a head that the parser accepts; None if the head is proper.
+
+        ``fields`` are the headers, the last one of each name.
+        """
         if version not in ("1.0", "1.1"):
             return 505, "HTTP/1.1 and HTTP/1.0 are spoken here", "http_version_not_supported"
-        fields = dict(self.headers)
         host = fields.get(b"host")
         # Only a request that repeats some header may repeat this one.
         if len(fields) < len(self.headers) or (host is None and version == "1.1"):
@@ -474,13 +482,18 @@ class GuardedHttp(HttpToolsProtocol):
 
     # ------------------------------------------------------------------ answers
 
-    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+    def _start_asgi_task(self, cycle: _Cycle, app: Any) -> None:  # type: ignore[override]  # all cycles are these
         if cycle.scope["http_version"] == "1.0":
             app = _unchunked(app, cycle)
-        task = self.loop.create_task(cycle.run_asgi(app))
-        task.add_done_callback(self.tasks.discard)
+        task = self.loop.create_task(self._run(cycle, app))
         self.tasks.add(task)
-        self._outlet.task = task
+        self._outlet.task = cycle.task = task
+
+    async def _run(self, cycle: _Cycle, app: Any) -> None:
+        try:
+            await cycle.run_asgi(app)
+        finally:  # here, because a callback of the task would be one more call of the event loop
+            self.tasks.discard(cycle.task)
 
     def on_response_complete(self) -> None:
         self.server_state.total_requests += 1
@@ -645,6 +658,10 @@ class GuardedHttp(HttpToolsProtocol):
     def _look_again_after(self, seconds: float) -> None:
         self._stop_timer()
         self._timer = self.loop.call_later(seconds, self._expired)
+
+
+def _expects_continue(headers: Sequence[tuple[bytes, bytes]]) -> bool:
+    return any(name == b"expect" and value.lower() == b"100-continue" for name, value in headers)
 
 
 def _unchunked(app: Any, cycle: RequestResponseCycle) -> Any:

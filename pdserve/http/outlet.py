@@ -54,8 +54,10 @@ class Outlet:
         "_default_lines",
         "_flow",
         "_held",
+        "_takes_chunks",
         "_transport",
         "cycle",
+        "fields",
         "is_closing",
         "on_disconnect",
         "task",
@@ -69,9 +71,13 @@ class Outlet:
         self._flow = flow
         self.cycle: Cycle | None = None
         """The cycle of the request that is answered now, or was answered last; None once the connection is lost."""
+        self.fields: dict[bytes, bytes] | None = None
+        """The headers of that request, whose names are in lower case; None if the server has not said them."""
         self.task: asyncio.Task[None] | None = None
         """The task that handles the request, where the server has begun one. To ask asyncio costs a system call."""
         self._held: list[bytes] | None = None
+        self._takes_chunks = False
+        """Whether the server has said that the client of that request speaks HTTP/1.1."""
         self._default_fields: list[tuple[bytes, bytes]] | None = None
         self._default_lines = b""
         """``_default_fields`` as lines of a head."""
@@ -118,31 +124,71 @@ class Outlet:
         cycle = self.cycle
         if cycle is None or cycle.disconnected:
             return
-        assert not cycle.response_started
-        # The server has the same list for all answers of a second.
-        if cycle.default_headers is not self._default_fields:
-            self._default_fields = cycle.default_headers
-            self._default_lines = b"".join([b"%b: %b\r\n" % field for field in cycle.default_headers])
-        end = b"\r\n" if cycle.keep_alive else b"connection: close\r\n\r\n"
         sent = body if cycle.scope["method"] != "HEAD" else b""
-        self._transport.write(b"".join((STATUS_LINE[status], self._default_lines, fields, end, sent)))
-        cycle.waiting_for_100_continue = False
-        cycle.response_started = cycle.response_complete = True
-        if not cycle.keep_alive:
-            self._close()
-        cycle.on_response()
+        self._transport.write(self._head(cycle, status, fields) + sent)
+        self._complete(cycle)
+
+    def begin_chunks(self, status: int, fields: bytes, data: bytes, *, more: bool) -> bool:
+        """Sends the head and the first part of a response whose length is not known yet.
+
+        ``fields`` are well-formed lines of its head. Returns False, with nothing done, where a client takes no chunks.
+        """
+        cycle = self.cycle
+        if cycle is None or cycle.disconnected:
+            return True
+        if not self._takes_chunks or cycle.scope["method"] == "HEAD":
+            return False
+        head = self._head(cycle, status, fields + b"transfer-encoding: chunked\r\n")
+        cycle.chunked_encoding = True
+        self._send_chunk(cycle, head, data, more)
+        return True
+
+    def send_chunk(self, data: bytes, *, more: bool) -> bool:
+        """Sends a part of a body, or its end. Returns False, with nothing done, if the response has no chunks."""
+        cycle = self.cycle
+        if cycle is None or cycle.disconnected:
+            return True
+        if not self._takes_chunks or not cycle.chunked_encoding or cycle.response_complete:
+            return False
+        self._send_chunk(cycle, b"", data, more)
+        return True
 
     def write_chunk(self, data: bytes) -> bool:
         """Sends a part of a body at once, where a response without a length has begun and is not over.
 
         Returns False if the client has left so much unread that no more should be written until ``send`` allows it.
         """
-        if self.cycle is not None and not self.cycle.disconnected and not self._transport.is_closing():
+        cycle, transport = self.cycle, self._transport
+        if cycle is not None and not cycle.disconnected and not transport.is_closing():
             # A client of HTTP/1.0 gets the data without a frame.
             self.writes += 1
-            framed = b"%x\r\n%b\r\n" % (len(data), data) if self.cycle.chunked_encoding else data
-            self._transport.write(framed)
+            transport.write(b"%x\r\n%b\r\n" % (len(data), data) if cycle.chunked_encoding else data)
         return not self._flow.write_paused
+
+    def _head(self, cycle: Cycle, status: int, fields: bytes) -> bytes:
+        """Begins a response, and returns its head."""
+        assert not cycle.response_started
+        cycle.waiting_for_100_continue = False
+        cycle.response_started = True
+        # The server has the same list for all answers of a second.
+        if cycle.default_headers is not self._default_fields:
+            self._default_fields = cycle.default_headers
+            self._default_lines = b"".join([b"%b: %b\r\n" % field for field in cycle.default_headers])
+        end = b"\r\n" if cycle.keep_alive else b"connection: close\r\n\r\n"
+        return b"".join((STATUS_LINE[status], self._default_lines, fields, end))
+
+    def _send_chunk(self, cycle: Cycle, before: bytes, data: bytes, more: bool) -> None:
+        if data:
+            before += b"%x\r\n%b\r\n" % (len(data), data)
+        self.write(before if more else before + b"0\r\n\r\n")
+        if not more:
+            self._complete(cycle)
+
+    def _complete(self, cycle: Cycle) -> None:
+        cycle.response_complete = True
+        if not cycle.keep_alive:
+            self._close()
+        cycle.on_response()
 
     # ------------------------------------------------------------------ the server's side
 
@@ -153,9 +199,11 @@ class Outlet:
         elif data:
             self._transport.write(data)
 
-    def begin(self, cycle: Cycle) -> None:
-        """Takes over the cycle of the next request."""
+    def begin(self, cycle: Cycle, fields: dict[bytes, bytes] | None = None, *, takes_chunks: bool = False) -> None:
+        """Takes over the cycle of the next request, with its headers, if each has another name."""
         self.cycle = cycle
+        self.fields = fields
+        self._takes_chunks = takes_chunks
         self.on_disconnect = None
 
     def close(self) -> None:
@@ -174,7 +222,7 @@ class Outlet:
         So no connection leaves a reference cycle behind, which would outlive it until Python looks for cycles.
         """
         self._close = _nothing
-        self.cycle = self.task = None
+        self.cycle = self.task = self.fields = None
 
     def _release(self) -> None:
         held, self._held = self._held, None

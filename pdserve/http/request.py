@@ -168,7 +168,7 @@ class HttpRequest:
         self._receive = receive
         self._send = send
         # Of a header that comes twice, the first counts.
-        self.fields: dict[bytes, bytes] = dict(reversed(scope["headers"]))
+        self.fields: dict[bytes, bytes] = outlet.fields or dict(reversed(scope["headers"]))
         """The headers, whose names are in lower case."""
         self._outlet = outlet
         self.write = outlet.write_chunk
@@ -294,16 +294,29 @@ class HttpRequest:
 
     async def begin(self, status: int, headers: Mapping[str, str], data: bytes, *, more: bool) -> None:
         """Sends status, headers and the first part of a body."""
-        fields = [(name.encode("latin-1"), value.encode("latin-1", "replace")) for name, value in headers.items()]
         self.answered = True
+        outlet = self._outlet
+        if outlet.paused:
+            await outlet.drain()
+        if "content-length" not in headers:
+            lines = f"x-request-id: {self.label}\r\n"
+            for name, value in headers.items():
+                lines += f"{name}: {value}\r\n"
+            if outlet.begin_chunks(status, lines.encode("latin-1", "replace"), data, more=more):
+                return
+        fields = [(name.encode("latin-1"), value.encode("latin-1", "replace")) for name, value in headers.items()]
         fields.append((b"x-request-id", self.label.encode("latin-1")))
-        with self._outlet:
+        with outlet:
             await self._send({"type": "http.response.start", "status": status, "headers": fields})
             await self._send({"type": "http.response.body", "body": data, "more_body": more})
 
     async def send(self, data: bytes, *, more: bool) -> None:
         """Sends the next part of a body. Waits while the client has left too much of it unread."""
-        await self._send({"type": "http.response.body", "body": data, "more_body": more})
+        outlet = self._outlet
+        if outlet.paused:
+            await outlet.drain()
+        if not outlet.send_chunk(data, more=more):
+            await self._send({"type": "http.response.body", "body": data, "more_body": more})
 
     async def drain(self) -> None:
         """Waits while the client has left too much unread."""
