@@ -351,9 +351,9 @@ RARE = (
         "an attempt that has ended counts as load",
         0,
         "pdserve_proxy.routing.attempts.Attempt",
-        "_end_at",
-        "if count:",
-        "if count > 1:",
+        "end_everywhere",
+        "self._attempts.end(boot_id, count)",
+        "pass",
     ),
     Mutant(
         "a request keeps its place at the proxy",

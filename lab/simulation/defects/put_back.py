@@ -58,8 +58,8 @@ PUT_BACK = (
         1,
         f"{RELAY}.relay",
         "relayed_headers",
-        "if name in headers",
-        'if name in headers and name != "x-accel-buffering"',
+        "if name in RELAYED_HEADERS",
+        'if name in RELAYED_HEADERS and name != "x-accel-buffering"',
     ),
     Mutant(
         "a node tokenises without a ticket",

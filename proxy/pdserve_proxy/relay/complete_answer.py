@@ -25,14 +25,16 @@ log = logging.getLogger(__name__)
 MAX_ANSWER_BYTES = 64 * 2**20
 RESUMED_TYPES = frozenset({JOURNALED_ANSWER, "application/json"})
 """The content types with which a node goes on with an answer in one piece. One that is ready soon has no journal."""
-RELAYED_HEADERS = (
-    "content-type",
-    "content-encoding",
-    "retry-after",
-    "cache-control",
-    "x-accel-buffering",
-    "x-should-retry",
-    "x-pdserve-ignored",
+RELAYED_HEADERS = frozenset(
+    {
+        "content-type",
+        "content-encoding",
+        "retry-after",
+        "cache-control",
+        "x-accel-buffering",
+        "x-should-retry",
+        "x-pdserve-ignored",
+    }
 )
 """The headers of a node's response that the client gets. The proxy sets ``x-request-id`` itself."""
 
@@ -68,7 +70,7 @@ def take_complete(relayed: RelayedRequest, response: NodeResponse) -> CompleteRe
 
 
 def relayed_headers(headers: Mapping[str, str]) -> dict[str, str]:
-    return {name: headers[name] for name in RELAYED_HEADERS if name in headers}
+    return {name: value for name, value in headers.items() if name in RELAYED_HEADERS}
 
 
 class JournaledAnswer:

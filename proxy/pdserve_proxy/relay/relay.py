@@ -13,9 +13,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
+
+import msgspec
 
 from pdserve.config import ProxyConfig, Switch
 from pdserve.control.journal import JOURNALED_ANSWER
@@ -61,6 +62,7 @@ from pdserve_proxy.relay.outcomes import CutReason, ResumeOutcome
 from pdserve_proxy.relay.relayed_request import RelayedRequest
 from pdserve_proxy.relay.route_wait import NodeWaits, RouteWait, Wait
 from pdserve_proxy.routing.attempts import Attempts
+from pdserve_proxy.routing.policies import NOBODY
 from pdserve_proxy.routing.router import Route, RouteQuery, requested_model
 from pdserve_proxy.upstream.expiry_queue import ExpiryQueue
 from pdserve_proxy.upstream.node_connection import NodeLost, NodeRefused, NodeResponse, NodeUnreachable, media_type
@@ -72,8 +74,7 @@ UNAUTHORIZED = 401
 COMPLETION_ROUTES = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"})
 
 
-@dataclass(frozen=True, slots=True)
-class StreamedResponse:
+class StreamedResponse(msgspec.Struct, frozen=True):
     """A response whose first byte has come."""
 
     status: int
@@ -168,32 +169,35 @@ class Relay:
 
         Raises RequestError if no node gives a response.
         """
-        self._suspects.check(request.path, request.body.data, request.terms.client)
-        model = requested_model(self._registry.serving(), request.body.model)
-        key = request.terms.keep.key if request.terms.keep is not None else b""
+        body, terms = request.body, request.terms
+        self._suspects.check(request.path, body.data, terms.client)
+        model = requested_model(self._registry.serving(), body.model)
+        keep = terms.keep
         # The same prompt of another owner is another one for prefix caches.
-        query = RouteQuery(model, request.terms.cache_owner + request.body.prompt_start, key)
-        asks_again = request.terms.keep is not None and request.terms.keep.after is not None
-        rule, loop = AttemptRule(self._resume_wait_s, asks_again=asks_again), self._loop
+        query = RouteQuery(model, terms.cache_owner + body.prompt_start, b"" if keep is None else keep.key)
+        asks_again = keep is not None and keep.after is not None
+        dispatch, loop = self._dispatch, self._loop
 
         def choose(tried: frozenset[bytes]) -> Route:
-            return self._dispatch.choose(relayed, query, tried, request.body.answers)
+            return dispatch.choose(relayed, query, tried, body.answers)
 
+        route, rule = choose(NOBODY), None
         while True:
-            step = rule.next(choose, loop.time())
-            if isinstance(step, Wait):
-                step = await self._waits.route(relayed, query, request.terms.client, step) or rule.give_up()
-            if isinstance(step, GiveUp):
-                return self._given_up(relayed, request, step)
-            if rule.attempts:
-                self._counts.retried()
-            self._dispatch.begin(relayed, request.body, step)
-            result = await self._try_node(relayed, request, query, step)
+            dispatch.begin(relayed, body, route)
+            result = await self._try_node(relayed, request, query, route)
             if not isinstance(result, AttemptFailure):
                 return result
-            route = relayed.route or step  # another node may have gone on meanwhile
-            self._note_failure(relayed, route, rule.attempts, result)
-            rule.failed(route.decode.boot_id, result, loop.time())
+            rule = rule or AttemptRule(self._resume_wait_s, asks_again=asks_again)
+            asked = relayed.route or route  # another node may have gone on meanwhile
+            self._note_failure(relayed, asked, rule.attempts, result)
+            rule.failed(asked.decode.boot_id, result, loop.time())
+            step = rule.next(choose, loop.time())
+            if isinstance(step, Wait):
+                step = await self._waits.route(relayed, query, terms.client, step) or rule.give_up()
+            if isinstance(step, GiveUp):
+                return self._given_up(relayed, request, step)
+            self._counts.retried()
+            route = step
 
     def _given_up(self, relayed: RelayedRequest, request: NodeRequest, end: GiveUp) -> CompleteResponse:
         """Returns the answer of a node that is an error, or raises the error that the client gets."""

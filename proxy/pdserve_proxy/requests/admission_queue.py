@@ -128,10 +128,12 @@ class AdmissionQueue:
             self._places_taken -= entry.places
         elif not self._stop_waiting(entry):
             return []
-        self._answers_of_caller[entry.caller] -= entry.share
-        if not self._answers_of_caller[entry.caller]:
+        left = self._answers_of_caller[entry.caller] - entry.share
+        if left:
+            self._answers_of_caller[entry.caller] = left
+        else:
             del self._answers_of_caller[entry.caller]
-        return self._admit_waiting()
+        return self._admit_waiting() if self._waiting else []
 
     def _stop_waiting(self, entry: AdmissionEntry) -> bool:
         """Takes out a request that waits, and returns whether there was one."""

@@ -26,19 +26,14 @@ class Attempt:
         for boot_id, beats in prompts_at.items():
             self._attempts.end_prompts(boot_id, beats)
             if boot_id != self._answering:
-                self._end_at(boot_id)
+                self._attempts.end(boot_id, self._nodes.pop(boot_id))
 
     def end_everywhere(self) -> None:
         """Ends the attempt at all of its nodes. A second call does nothing."""
         if self._prompts_at:
             self.prompt_computed()
-        if self._nodes:
-            for boot_id in tuple(self._nodes):
-                self._end_at(boot_id)
-
-    def _end_at(self, boot_id: bytes) -> None:
-        count = self._nodes.pop(boot_id, 0)
-        if count:
+        nodes, self._nodes = self._nodes, {}
+        for boot_id, count in nodes.items():
             self._attempts.end(boot_id, count)
 
 
