@@ -299,9 +299,8 @@ class HttpRequest:
         if outlet.paused:
             await outlet.drain()
         if "content-length" not in headers:
-            lines = f"x-request-id: {self.label}\r\n"
-            for name, value in headers.items():
-                lines += f"{name}: {value}\r\n"
+            lines = "".join([f"{name}: {value}\r\n" for name, value in headers.items()])
+            lines += f"x-request-id: {self.label}\r\n"
             if outlet.begin_chunks(status, lines.encode("latin-1", "replace"), data, more=more):
                 return
         fields = [(name.encode("latin-1"), value.encode("latin-1", "replace")) for name, value in headers.items()]

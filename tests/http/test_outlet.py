@@ -13,6 +13,7 @@ import pytest
 
 from pdserve.http.guard import GuardedHttp, guarded_config
 from pdserve.http.outlet import OUTLET, Outlet
+from pdserve.http.request import HttpRequest
 from tests.http.test_guard import Server
 
 Receive = Callable[[], Awaitable[Any]]
@@ -125,6 +126,51 @@ async def test_a_whole_response_in_one_call_is_what_two_of_asgis_make(sent: byte
         dated = [re.sub(rb"date: [^\r]*", b"date: now", one) for one in said]
         assert dated[0] == dated[1]
         assert dated[0].startswith(b"HTTP/1.1 201 Created\r\n")
+
+    await against(app, client)
+
+
+@pytest.mark.parametrize(
+    ("head", "ending", "kept"),
+    [
+        (b"GET / HTTP/1.1\r\nhost: x\r\n", b"3\r\none\r\n3\r\ntwo\r\n5\r\nthree\r\n0\r\n\r\n", True),
+        (
+            b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n",
+            b"3\r\none\r\n3\r\ntwo\r\n5\r\nthree\r\n0\r\n\r\n",
+            False,
+        ),
+        (b"GET / HTTP/1.0\r\nhost: x\r\n", b"\r\n\r\nonetwothree", False),
+    ],
+)
+async def test_a_stream_of_a_request_is_what_asgis_calls_make(head: bytes, ending: bytes, kept: bool) -> None:
+    async def app(scope: Any, receive: Receive, send: Send) -> None:
+        if scope["path"] == "/":
+            request = HttpRequest(scope, receive, send)
+            await request.begin(200, {"a": "b"}, b"one", more=True)
+            assert request.write(b"two")
+            await request.send(b"three", more=False)
+        else:
+            await send({**START, "headers": [(b"a", b"b"), (b"x-request-id", b"7")]})
+            for data in (b"one", b"two", b"three"):
+                await send(body(data, more=data != b"three"))
+
+    async def client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        _, port = writer.get_extra_info("peername")
+        said: list[tuple[list[bytes], bytes]] = []
+        for path in (b" / ", b" /asgi "):
+            other_reader, other = await asyncio.open_connection("127.0.0.1", port)
+            sent = head.replace(b" / ", path) + b"x-request-id: 7\r\n\r\n"
+            for last in (False, True) if kept else (True,):
+                other.write(sent)
+                answer = await other_reader.readuntil(ending)
+                if last:
+                    fields, _, content = re.sub(rb"date: [^\r]*", b"date: now", answer).partition(b"\r\n\r\n")
+                    said.append((sorted(fields.split(b"\r\n")), content))
+            if not kept:
+                assert await other_reader.read() == b""
+            other.close()
+        assert said[0] == said[1]
+        assert b"x-request-id: 7" in said[0][0]
 
     await against(app, client)
 
