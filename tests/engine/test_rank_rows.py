@@ -78,7 +78,7 @@ def test_the_states_after_drafts_are_those_of_rank_0() -> None:
         (5, StateTable(present=7, next=8, drafted=[5, 9])),
         (7, StateTable(present=5, next=9, drafted=[8, 7])),  # one draft was accepted
     ):
-        table.others = [states]
+        table.open([states])
         rows = [StepRow([9], start + number, table, True, others=table.row_tables(number)) for number in range(3)]
         pair.told(rows)
         chain = [states.present, states.next, *states.drafted]
@@ -196,7 +196,7 @@ def test_rows_that_go_on_with_none_or_with_other_tables_are_malformed() -> None:
 def test_a_window_that_took_the_place_of_another_one_is_sent_whole() -> None:
     pair, table = Pair(), BlockTable(range(4))
     for start, blocks in ((12, [7, 8, 9, 5]), (13, [1, 2, 3, 4])):
-        table.others = [WindowTable(blocks)]
+        table.open([WindowTable(blocks)])
         message = pair.told([StepRow([1], start, table, True, others=table.row_tables())])
         assert [type(row) for row in message.rows] == [RankRow]
 

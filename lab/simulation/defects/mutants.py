@@ -147,9 +147,9 @@ MUTANTS = (
         "a state within a block is found as the one behind it",
         60_003,
         f"{KV_CACHE}.block_tables.BlockTables",
-        "_computed_bounded",
-        "if end and not rest:",
-        "if end:",
+        "_filled",
+        "if pool.keeps_states and request.num_computed_tokens == end * self.block_size:",
+        "if pool.keeps_states:",
     ),
     Mutant(
         "tokens that are replayed begin with the same state",

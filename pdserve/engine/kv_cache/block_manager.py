@@ -213,22 +213,18 @@ class BlockManager:
         assert pool.spec is not None
         return 0 if pool.spec.keep is Keep.LATEST else self.blocks_for(tokens)
 
-    def taken_beside(self, group: int, contexts: Iterable[tuple[BlockTable, int]]) -> int:
-        """Returns how many blocks of a group behind group 0 are taken that none of ``contexts`` holds.
+    def taken_beside(self, group: int, tables: Iterable[BlockTable]) -> int:
+        """Returns how many blocks of a group behind group 0 are taken that none of ``tables`` has.
 
-        Others hold them: requests that wait or push, transfers of cached blocks, and the quarantine. Each context is a
-        table with the number of its computed tokens.
+        Others hold them: requests that wait or push, transfers of cached blocks, and the quarantine.
         """
-        pool = self.pools[group]
-        assert pool.spec is not None
-        own: set[int] = set()
-        for table, computed in contexts:
+        pool, own = self.pools[group], set[int]()
+        for table in tables:
             held = table.others[group - 1] if table.others else StateTable()
             if isinstance(held, StateTable):
                 own.update((held.present, held.next, *held.drafted))
             else:
-                # Blocks before the window were given back.
-                own.update(held[pool.spec.needed(computed, self.block_size).start :])
+                own.update(held[held.given_back :])
         own.discard(NONE)
         return len(pool.ids) - pool.num_free - len(own)
 
@@ -257,13 +253,25 @@ class BlockManager:
                 self._drop(held[number])
                 held[number] = NONE
 
+    def take_states(self, table: BlockTable) -> bool:
+        """Takes a block for the next state in each group that keeps states, as ``grow_bounded`` does.
+
+        The table has a place there already. Returns False, and changes nothing, if too few blocks are free.
+        """
+        wanted = [(pool, held) for pool, held in self._states_of(table) if held.next == NONE]
+        if any(not pool.num_free for pool, _ in wanted):
+            return False
+        for pool, held in wanted:
+            held.next = self._take(pool)
+        return True
+
     def take_for_drafts(self, table: BlockTable, drafts: int) -> int:
         """Takes blocks for the states after so many drafts of the next step; returns for how many drafts there are.
 
         A part of each pool is left to states that others find in the prefix cache: what drafts save is little beside
         a prompt that is computed again. ``drop_drafts`` gives back what is left after the step.
         """
-        states = [(pool, held) for pool, held in self._bounded_of(table) if isinstance(held, StateTable)]
+        states = self._states_of(table)
         for pool, held in states:
             if held.drafted:
                 raise EngineError("a context still has the states after an earlier step's drafts")
@@ -274,11 +282,10 @@ class BlockManager:
 
     def drop_drafts(self, table: BlockTable) -> None:
         """Frees the states after drafts that were not accepted."""
-        for _, held in self._bounded_of(table):
-            if isinstance(held, StateTable):
-                for block in held.drafted:
-                    self._drop(block)
-                held.drafted = []
+        for _, held in self._states_of(table):
+            for block in held.drafted:
+                self._drop(block)
+            held.drafted = []
 
     def next_states(self, table: BlockTable) -> None:
         """Makes the states that a step has written those that the next step begins with.
@@ -286,9 +293,7 @@ class BlockManager:
         After a step with drafts these are the states before the first of them, and after each further call those after
         one more draft.
         """
-        for _, held in self._bounded_of(table):
-            if not isinstance(held, StateTable):
-                continue
+        for _, held in self._states_of(table):
             if held.next == NONE and not held.drafted:
                 raise EngineError("a context goes on with a state that no step has written")
             if held.present != NONE:
@@ -299,10 +304,13 @@ class BlockManager:
     def _open(self, table: BlockTable) -> None:
         """Gives a table a place for each group."""
         if len(table.others) < len(self.bounded):
-            table.others = [StateTable() if spec.keep is Keep.LATEST else WindowTable() for spec in self.bounded]
+            table.open([StateTable() if spec.keep is Keep.LATEST else WindowTable() for spec in self.bounded])
 
     def _bounded_of(self, table: BlockTable) -> Iterable[tuple[Pool, WindowTable | StateTable]]:
         return zip(self.pools[1:], table.others, strict=False)
+
+    def _states_of(self, table: BlockTable) -> list[tuple[Pool, StateTable]]:
+        return [(pool, held) for pool, held in self._bounded_of(table) if isinstance(held, StateTable)]
 
     def replace(self, block_table: list[int], quarantined: Iterable[int]) -> bool:
         """Puts free blocks in the places of quarantined ones, in all groups.
@@ -421,7 +429,8 @@ class BlockManager:
         if isinstance(block_table, BlockTable) and block_table.others:
             for block in block_table.bounded_blocks():
                 self._drop(block)
-            block_table.others, block_table.has_gaps = [], False
+            block_table.open([])
+            block_table.has_gaps = False
         block_table.clear()
 
     def _drop(self, block: int) -> None:
@@ -498,8 +507,8 @@ class BlockManager:
 
         Those that are ``passing`` are forgotten when ``MOST_PASSING`` later ones of the context have come.
         """
-        for pool, held in self._bounded_of(table):
-            if not isinstance(held, StateTable) or held.present == NONE:
+        for pool, held in self._states_of(table):
+            if held.present == NONE:
                 continue
             self.remember(held.present, block_hash)
             if not passing:

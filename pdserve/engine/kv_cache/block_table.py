@@ -58,8 +58,9 @@ class _Ids(list[int]):
         self._num_known = 0
         """How many ids ``_ids`` has."""
 
-    def first_ids(self, count: int) -> npt.NDArray[np.int32]:
-        """Returns the first ``count`` ids, in an array that is valid until the next call.
+    def first_ids(self, count: int, begin: int = 0) -> npt.NDArray[np.int32]:
+        """Returns the first ``count`` ids without the ``begin`` first ones, in an array that is valid until the next
+        call.
 
         Only what is new is appended: to make an array of a long table in each step took longer than all else there.
         """
@@ -70,7 +71,8 @@ class _Ids(list[int]):
                 )
             self._ids[self._num_known : len(self)] = self[self._num_known :]
             self._num_known = len(self)
-        return self._ids[: min(count, len(self))]
+            count = min(count, len(self))
+        return self._ids[begin:count]
 
     def __setitem__(self, place: Any, block: Any) -> None:
         self._num_known = 0
@@ -116,18 +118,20 @@ class BlockTable(_Ids):
     A context has blocks in the other groups once it has taken some there.
     """
 
-    __slots__ = ("has_gaps", "others")
+    __slots__ = ("_windows", "has_gaps", "has_states", "others")
 
     def __init__(self, blocks: Sequence[int] = ()) -> None:
         super().__init__(blocks)
-        self.others: list[WindowTable | StateTable] = []
+        self.open([])
         self.has_gaps = False
         """Whether blocks of a window may be missing before the last one: a transfer was to bring that, or will."""
 
-    @property
-    def has_states(self) -> bool:
+    def open(self, others: list[WindowTable | StateTable]) -> None:
+        """Gives the context a table for each of the other groups, in place of those that it had."""
+        self.others = others
+        self.has_states = any(isinstance(held, StateTable) for held in others)
         """Whether a group keeps states of the context."""
-        return any(isinstance(held, StateTable) for held in self.others)
+        self._windows = [held for held in others if not isinstance(held, StateTable)]
 
     @property
     def checkpoint(self) -> int:
@@ -163,15 +167,15 @@ class BlockTable(_Ids):
         yield from self
         yield from self.bounded_blocks()
 
-    def row_tables(self, number: int = 0) -> tuple[Sequence[int], ...]:
+    def row_tables(self, number: int = 0) -> Sequence[Sequence[int]]:
         """Returns what ``StepRow.others`` is of the context's row with this number in the next step.
 
         A row goes on with the state that the row before it leaves: in the same block, which only the last of them
-        keeps, or, of drafts, in one of its own.
+        keeps, or, of drafts, in one of its own. Of windows alone, the result is the same for all rows.
         """
-        if not self.others:
-            return ()
-        return tuple(_states_of(held, number) if isinstance(held, StateTable) else held for held in self.others)
+        if not self.has_states:
+            return self._windows
+        return tuple([_states_of(held, number) if isinstance(held, StateTable) else held for held in self.others])
 
     def blocks_of(self, moved: Sequence[GroupBlock]) -> tuple[int, ...]:
         """Returns the ids of these blocks. That of a state is the one to be written, or else the present one."""

@@ -23,15 +23,12 @@ class BlockTables:
 
     def __init__(self, pool: BlockManager) -> None:
         self._pool = pool
+        self.block_size = pool.block_size
 
     @property
     def caching(self) -> bool:
         """Whether blocks that no request holds can be found."""
         return self._pool.caching
-
-    @property
-    def block_size(self) -> int:
-        return self._pool.block_size
 
     @property
     def keeps_states(self) -> bool:
@@ -148,12 +145,14 @@ class BlockTables:
 
         Returns False if too few blocks are free.
         """
-        if not self._pool.bounded:
-            return self._pool.grow(request.block_table, tokens)
+        pool, table = self._pool, request.block_table
+        if not pool.bounded:
+            return pool.grow(table, tokens)
         computed = request.num_computed_tokens
-        return self._pool.grow(request.block_table, tokens) and self._pool.grow_bounded(
-            request.block_table, computed, tokens
-        )
+        if -(-tokens // self.block_size) == -(-computed // self.block_size):
+            # The block of the last computed token is there, in every group, and has room.
+            return not pool.keeps_states or pool.take_states(table)
+        return pool.grow(table, tokens) and pool.grow_bounded(table, computed, tokens)
 
     def reserve_drafts(self, request: Request, drafts: int) -> int:
         """Takes blocks for the states after so many drafts of a step, if the model keeps states.
@@ -194,39 +193,45 @@ class BlockTables:
         short = [i for i, blocks in enumerate(wanted, 1) if blocks > pool.pools[i].num_free]
         if any(wanted[i - 1] > len(pool.pools[i].ids) for i in short):
             return False
-        contexts = [(other.block_table, other.num_computed_tokens) for other in (request, *active)]
-        return all(wanted[i - 1] <= len(pool.pools[i].ids) - pool.taken_beside(i, contexts) for i in short)
+        tables = [other.block_table for other in (request, *active)]
+        return all(wanted[i - 1] <= len(pool.pools[i].ids) - pool.taken_beside(i, tables) for i in short)
 
     def computed(self, request: Request, num_computed_tokens: int) -> None:
-        """Notes that the keys and values of so many tokens are final; full blocks can be found from now on."""
-        before = request.num_computed_tokens
-        first, end = before // self.block_size, num_computed_tokens // self.block_size
+        """Notes that the keys and values of so many tokens are final; full blocks can be found from now on.
+
+        Where no block was filled, only states have changed.
+        """
+        pool, before = self._pool, request.num_computed_tokens
         request.num_computed_tokens = num_computed_tokens
-        if end > first and self._pool.caching:
-            self._hash(request, end)
-            for i in range(first, end):
-                self._pool.remember(request.block_table[i], request.block_hashes[i])
-        if self._pool.bounded and request.block_table.others:
-            self._computed_bounded(request, before, num_computed_tokens)
+        if pool.bounded and request.block_table.others:
+            if num_computed_tokens < before:
+                raise EngineError(f"{request} has states after {before} tokens, not after {num_computed_tokens}")
+            if pool.keeps_states and num_computed_tokens > before:
+                pool.next_states(request.block_table)
+        first, end = before // self.block_size, num_computed_tokens // self.block_size
+        if end > first:
+            self._filled(request, first, end)
 
     def taint(self, request: Request) -> None:
         """Marks the request's blocks, which may have values that are not finite (``BlockManager.taint_context``)."""
         self._pool.taint_context(request.block_table, request.block_hashes)
 
-    def _computed_bounded(self, request: Request, before: int, computed: int) -> None:
-        """Notes the same in the groups behind group 0, and gives back what no later token needs."""
-        pool, table = self._pool, request.block_table
-        if computed < before:
-            raise EngineError(f"{request} has states after {before} tokens, and is to go on after {computed}")
-        if computed > before:
-            pool.next_states(table)
-            if pool.caching:
-                first, (end, rest) = before // self.block_size, divmod(computed, self.block_size)
-                pool.remember_bounded(table, request.block_hashes, first, end)
-                if end and not rest:
-                    passing = not self._keeps_state(request, end)
-                    pool.remember_states(table, request.block_hashes[end - 1], end, passing=passing)
-        pool.give_back(table, computed)
+    def _filled(self, request: Request, first: int, end: int) -> None:
+        """Lets blocks ``first`` to ``end`` of a request, which are final, be found, and gives back what no later token
+        needs.
+        """
+        pool, table, hashes = self._pool, request.block_table, request.block_hashes
+        if pool.caching:
+            self._hash(request, end)
+            for i in range(first, end):
+                pool.remember(table[i], hashes[i])
+        if not pool.bounded:
+            return
+        if pool.caching:
+            pool.remember_bounded(table, hashes, first, end)
+            if pool.keeps_states and request.num_computed_tokens == end * self.block_size:
+                pool.remember_states(table, hashes[end - 1], end, passing=not self._keeps_state(request, end))
+        pool.give_back(table, request.num_computed_tokens)
 
     def _keeps_state(self, request: Request, blocks: int) -> bool:
         """Returns whether the prefix cache keeps the state after so many blocks of a request."""

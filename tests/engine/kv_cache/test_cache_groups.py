@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from random import Random
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from pdserve.engine.kv_cache.block_manager import BlockManager
-from pdserve.engine.kv_cache.block_table import NONE, BlockTable, StateTable
+from pdserve.engine.kv_cache.block_table import NONE, BlockTable, StateTable, WindowTable
 from pdserve.engine.kv_cache.block_tables import BlockTables
 from pdserve.engine.kv_cache.prefix_cache import Match
 from pdserve.engine.request import Request
@@ -66,6 +67,41 @@ def test_a_window_has_the_blocks_that_the_next_tokens_see_and_no_others() -> Non
         needed = blocks.bounded[0].needed(computed + 1, BLOCK_SIZE)
         assert [number for number, block in enumerate(held) if block != NONE] == list(needed)
     blocks.free(table)
+    assert all_free(blocks)
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_a_request_takes_and_gives_back_windows_only_once_for_each_block(
+    ahead: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step ``ahead`` of the tokens of another one has blocks before the tokens of that one are final."""
+    blocks, _ = manager([WINDOW, (Keep.WINDOW, 9)], num_blocks=24)
+    calls: Counter[str] = Counter()
+
+    def count(name: str) -> None:
+        call = getattr(blocks, name)
+
+        def counted(*arguments: Any) -> Any:
+            calls[name] += 1
+            return call(*arguments)
+
+        monkeypatch.setattr(blocks, name, counted)
+
+    count("grow_bounded")
+    count("give_back")
+    tables, request, filled = BlockTables(blocks), made_request(range(10, 100), 4), 20
+    for tokens in range(1, filled * BLOCK_SIZE + 1):
+        assert tables.reserve(request, tokens + ahead)
+        held = request.block_table.num_bounded()
+        assert all(count <= most for count, most in zip(held, blocks.most_blocks(tokens + ahead), strict=True))
+        tables.computed(request, tokens)
+        for spec, table in zip(blocks.bounded, request.block_table.others, strict=True):
+            assert isinstance(table, WindowTable)
+            needed = spec.needed(tokens, BLOCK_SIZE)
+            assert NONE not in table[needed.start : needed.stop]
+    # From the tokens that are final, a step ahead is in another block twice.
+    assert calls == {"grow_bounded": filled * (1 + ahead), "give_back": filled}
+    blocks.free(request.block_table)
     assert all_free(blocks)
 
 
@@ -462,7 +498,9 @@ class GroupLife(RuleBasedStateMachine):
                 needed = spec.needed(request.num_computed_tokens, BLOCK_SIZE)
                 assert NONE not in table[needed.start : needed.stop]
                 assert len(table) >= needed.stop
-                assert all(block == NONE for block in table[: needed.start])
+                # What goes before the next block is full does not go before that.
+                seen = spec.needed(request.num_computed_tokens // BLOCK_SIZE * BLOCK_SIZE, BLOCK_SIZE)
+                assert all(block == NONE for block in table[: seen.start])
 
     def teardown(self) -> None:
         for request in list(self.live):
