@@ -23,6 +23,8 @@ class _Window:
     """A window's table as the ranks know it."""
 
     table: WindowTable
+    place: int
+    """Its place among a row's ``others``."""
     num_blocks: int
     given_back: int
     rearranged: int
@@ -46,8 +48,10 @@ class _Sent:
     windows: list[_Window]
     states: list[int]
     """The states that the row writes."""
-    others: int
-    """The number of tables beside the first one."""
+    state_places: list[int]
+    """The places of their tables among the row's ``others``."""
+    others: Sequence[Sequence[int]]
+    """The row's tables beside the first one."""
     step: int
     """The number of the row's step."""
     place: int
@@ -58,9 +62,28 @@ class _Sent:
     @classmethod
     def whole(cls, table: BlockTable, row: StepRow, step: int, place: int) -> _Sent:
         """Returns what the ranks know of a row that they are sent whole."""
-        windows = [_Window(each, len(each), each.given_back, each.rearranged) for each in _windows(row)]
+        windows, states = list[_Window](), list[int]()
+        for number, other in enumerate(row.others):
+            if isinstance(other, WindowTable):
+                windows.append(_Window(other, number, len(other), other.given_back, other.rearranged))
+            else:
+                states.append(number)
         end = row.start + len(row.token_ids)
-        return cls(table, len(table), table.rearranged, windows, _written(row), len(row.others), step, place, end)
+        return cls(table, len(table), table.rearranged, windows, _written(row), states, row.others, step, place, end)
+
+    def knows(self, others: Sequence[Sequence[int]]) -> bool:
+        """Returns whether a row's tables beside the first one are those of windows, of which nothing is new."""
+        if others is not self.others or self.states:
+            return False
+        for known in self.windows:
+            table = known.table
+            if (
+                len(table) != known.num_blocks
+                or table.given_back != known.given_back
+                or table.rearranged != known.rearranged
+            ):
+                return False
+        return True
 
     def tells(self, row: StepRow) -> bool:
         """Returns whether what is new in the row's tables can be told."""
@@ -68,7 +91,7 @@ class _Sent:
         return (
             self.table.rearranged == self.rearranged
             and len(windows) == len(self.windows)
-            and len(row.others) == self.others
+            and len(row.others) == len(self.others)
             and all(
                 known.table is table and known.rearranged == table.rearranged
                 for known, table in zip(self.windows, windows, strict=True)
@@ -81,7 +104,7 @@ class _Sent:
         windows = iter(self.windows)
         others = [next(windows).told() if isinstance(other, WindowTable) else list(other) for other in row.others]
         blocks, back = self.table[self.num_blocks :], self.end - row.start
-        self.num_blocks, self.states = len(self.table), _written(row)
+        self.num_blocks, self.states, self.others = len(self.table), _written(row), row.others
         self.step, self.place, self.end = step, place, row.start + len(row.token_ids)
         return NextRow(ref, list(row.token_ids), blocks, row.wants_logits, back, others)
 
@@ -91,7 +114,7 @@ class _Run:
 
     def __init__(self, first: _Sent) -> None:
         """``first`` is what the ranks know of the context that the first row will be of."""
-        self.others = first.others
+        self.others = len(first.others)
         """The number of tables that each row has beside the first one."""
         self.told = NextRows(
             first.place,
@@ -103,15 +126,15 @@ class _Run:
 
     def takes(self, sent: _Sent, row: StepRow, grown: int) -> bool:
         """Returns whether what is new in a row's tables beside the first one, which has ``grown``, can be told here."""
-        told = self.told
-        if not sent.tells(row) or len(sent.windows) != len(told.given_back):
-            return False
+        others = row.others
         for known in sent.windows:
             table = known.table
+            if others[known.place] is not table or table.rearranged != known.rearranged:
+                return False
             if len(table) - known.num_blocks != grown or not 0 <= table.given_back - known.given_back <= 1:
                 return False
-        begins = [other[0] for other in row.others if not isinstance(other, WindowTable)]
-        return begins == sent.states
+        begins = [others[place][0] for place in sent.state_places]
+        return begins == sent.states and len(sent.windows) == len(self.told.given_back)
 
     def add_others(self, sent: _Sent, row: StepRow, number: int) -> None:
         """Adds what is new in tables beside the first one. ``number`` is the row's place here."""
@@ -125,7 +148,8 @@ class _Run:
                 told.given_back[i].append(number)
                 known.given_back += 1
         if sent.states:
-            sent.states = _written(row)
+            others = row.others
+            sent.states = [others[place][1] for place in sent.state_places]
             for states, state in zip(told.states, sent.states, strict=True):
                 states.append(state)
 
@@ -157,6 +181,8 @@ class SentRows:
             if sent is not None and not row.scored:
                 held = sent.table
                 grown, others = len(held) - sent.num_blocks, len(row.others)
+                # Of windows, nothing is new while the row stays in its block.
+                changed = others and (grown or not sent.knows(row.others))
                 # This is done for each row of a decode step: a call would take as long as all of it.
                 if (
                     sent.step != step
@@ -165,10 +191,10 @@ class SentRows:
                     and row.wants_logits
                     and (not grown or grown == 1)
                     and held.rearranged == sent.rearranged
-                    and others == sent.others
+                    and others == len(sent.others)
                 ):
                     fits = run if run is not None and sent.place == at else _Run(sent)
-                    if fits.others == others and (not others or fits.takes(sent, row, grown)):
+                    if fits.others == others and (not changed or fits.takes(sent, row, grown)):
                         if fits is not run:
                             run, at = fits, sent.place
                             told.append(run.told)
@@ -179,7 +205,7 @@ class SentRows:
                             rows_told.grown.append(number)
                             rows_told.blocks[0].append(held[-1])
                             sent.num_blocks += 1
-                        if others:
+                        if changed:
                             run.add_others(sent, row, number)
                         sent.step, sent.place = step, place
                         sent.end += 1
