@@ -51,15 +51,16 @@ def array_to_device(array: np.ndarray[Any, Any], device: torch.device) -> torch.
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
 
 
-def block_ids(blocks: Sequence[int], count: int) -> np.ndarray[Any, np.dtype[np.int32]]:
-    """Returns the first ``count`` of ``blocks``, valid until the next call for the same.
+def block_ids(blocks: Sequence[int], count: int, begin: int = 0) -> np.ndarray[Any, np.dtype[np.int32]]:
+    """Returns the first ``count`` of ``blocks`` without the ``begin`` first ones, valid until the next call for the
+    same.
 
     Blocks that have ``first_ids`` give these themselves, so that a long table is not made an array in each step.
     """
     kept = getattr(blocks, "first_ids", None)
     if kept is None:
-        return np.asarray(blocks[:count], np.int32)
-    ids: np.ndarray[Any, np.dtype[np.int32]] = kept(count)
+        return np.asarray(blocks[begin:count], np.int32)
+    ids: np.ndarray[Any, np.dtype[np.int32]] = kept(count, begin)
     return ids
 
 

@@ -178,10 +178,11 @@ class StateGroup:
         ``table`` has the ids of both. Raises ValueError if one is another group's.
         """
         source, destination = table
-        ids = self.blocks.ids
-        if destination not in ids or not (source == -1 or source in ids):
-            raise ValueError(f"a row has the states {source} and {destination}, and this group has {ids}")
-        return source - ids.start if source >= 0 else -1, destination - ids.start
+        first = self.blocks.first
+        end = first + self.blocks.count
+        if not first <= destination < end or not (source == -1 or first <= source < end):
+            raise ValueError(f"a row has the states {source} and {destination}, and this group has {self.blocks.ids}")
+        return source - first if source >= 0 else -1, destination - first
 
 
 class RankCache:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
+from operator import attrgetter, is_
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
@@ -213,9 +214,9 @@ class DecodeGraphs:
         """
         self._compute = compute
         self._buckets = decode_buckets(max_rows)
-        self._attention, self._states = attention, states
+        self._attention, self._states = [GroupTables(group) for group in attention], states
         fixed = 3 + 2 * len(attention) + 4 * len(states)
-        tables = [max_rows * group.most_blocks(max_model_len) for group in reversed(attention)]
+        tables = [max_rows * (group.most_blocks(max_model_len) + _ROOM) for group in reversed(attention)]
         self._starts = packed_starts([max_rows + 1] * fixed + tables)
         self._buffer = torch.zeros(self._starts[-1], dtype=torch.int32, device=device)
         self._runs = torch.arange(max_rows + 1, dtype=torch.int32, device=device)
@@ -283,7 +284,7 @@ def _go_on(tables: Sequence[Sequence[int]]) -> bool:
 def padded_parts(
     rows: Sequence[StepRow],
     bucket: int,
-    attention: Sequence[KvGroup],
+    attention: Sequence[GroupTables],
     states: Sequence[StateGroup],
     *,
     linked: bool = False,
@@ -301,11 +302,11 @@ def padded_parts(
     tables: list[Numbers] = []
     nowhere = [PADDING_SLOT] * len(padding)
     for group in attention:
-        own, ids = _group_tables(rows, positions, group)
+        own, ids = group.parts(rows, positions)
         parts += own
         tables.append(ids)
     for kept in states:
-        own_tables = [row.table(kept.number) for row in rows]
+        own_tables = [row.others[kept.number - 1] for row in rows]
         if linked:
             parts += run_numbers([1] * len(rows), own_tables, kept).padded(bucket)
             continue
@@ -314,29 +315,85 @@ def padded_parts(
     return parts + tables[::-1]
 
 
-def _group_tables(
-    rows: Sequence[StepRow], positions: npt.NDArray[np.int32], group: KvGroup
-) -> tuple[list[Numbers], npt.NDArray[np.int32]]:
-    """Returns slots and starts of the tables of a group, for each of ``positions``, and the tables.
+_ROOM = 8
+"""The tables of a layout have room for so many more blocks each."""
+_REARRANGED = attrgetter("rearranged")
 
-    A row's blocks are counted from the beginning of its context. None that a window leaves out is read.
-    It has no line of Python for each row but those that cannot be spared.
+
+class GroupTables:
+    """Lays out the tables of one group for decode steps, one behind the other.
+
+    A step of the rows of the last one only adds the blocks that some of them have begun. All are laid out anew if there
+    is no room, or a table was changed in another way, or does not count how often it was ``rearranged``.
     """
-    size, number = group.layout.block_size, group.number
-    last_blocks, places = np.divmod(positions[: len(rows)], size)
-    counts, begins = last_blocks + 1, group.begins(positions[: len(rows)])
-    if begins is None:
-        ids = joined([block_ids(row.block_table, count) for row, count in zip(rows, counts.tolist(), strict=True)])
-        ends = counts.cumsum()
-    else:
-        held = zip(rows, begins.tolist(), counts.tolist(), strict=True)
-        ids = joined([block_ids(row.table(number), count)[begin:] for row, begin, count in held]) - group.blocks.first
-        ends = (counts - begins).cumsum()
-    slots, starts = np.full(len(positions), PADDING_SLOT, np.int32), np.zeros(len(positions), np.int32)
-    if rows:
-        slots[: len(rows)] = ids[ends - 1] * size + places
-        starts[: len(rows)] = ends - counts
-    return [slots, starts], ids
+
+    def __init__(self, group: KvGroup) -> None:
+        self._group = group
+        self._tables: list[Sequence[int]] = []
+        self._rearranged: list[int] | None = None
+        """What the tables' ``rearranged`` was; None if not all tables have it."""
+        self._begins = self._counts = self._ends = self._starts = np.empty(0, np.int32)
+        """Each table is there from block ``begins`` to ``counts``, and has room up to ``ends``. Its block 0 would be at
+        ``starts``."""
+        self._ids = np.empty(0, np.int32)
+
+    def parts(
+        self, rows: Sequence[StepRow], positions: npt.NDArray[np.int32]
+    ) -> tuple[list[Numbers], npt.NDArray[np.int32]]:
+        """Returns slots and starts of the tables, for each of ``positions``, and the tables.
+
+        A row's blocks are counted from the beginning of its context. None that a window leaves out is read.
+        """
+        size, number, own = self._group.layout.block_size, self._group.number, positions[: len(rows)]
+        last_blocks, places = np.divmod(own, size)
+        tables = [row.others[number - 1] for row in rows] if number else [row.block_table for row in rows]
+        begins = self._group.begins(own)
+        self._bring_up_to_date(tables, np.zeros_like(own) if begins is None else begins, last_blocks + 1)
+        slots, starts = np.full(len(positions), PADDING_SLOT, np.int32), np.zeros(len(positions), np.int32)
+        slots[: len(rows)] = self._ids[self._starts + last_blocks] * size + places
+        starts[: len(rows)] = self._starts
+        return [slots, starts], self._ids
+
+    def _bring_up_to_date(
+        self, tables: list[Sequence[int]], begins: npt.NDArray[np.int32], counts: npt.NDArray[np.int32]
+    ) -> None:
+        """Has the ids of blocks ``begins`` to ``counts`` of each table."""
+        if not self._fits(tables, begins, counts):
+            self._lay_out(tables, begins, counts)
+            return
+        grown = np.flatnonzero(counts > self._counts)
+        spans = zip(*(part[grown].tolist() for part in (self._starts, self._counts, counts)), strict=True)
+        added = [
+            (start + number, tables[row][number])
+            for row, (start, known, count) in zip(grown.tolist(), spans, strict=True)
+            for number in range(known, count)
+        ]
+        if added:
+            places, ids = np.array(added).T
+            self._ids[places] = ids - self._group.blocks.first
+            np.maximum(self._counts, counts, out=self._counts)
+
+    def _fits(self, tables: list[Sequence[int]], begins: npt.NDArray[np.int32], counts: npt.NDArray[np.int32]) -> bool:
+        return (
+            len(tables) == len(self._tables)
+            and all(map(is_, tables, self._tables))
+            and self._rearranged is not None
+            and self._rearranged == list(map(_REARRANGED, tables))
+            and bool((begins >= self._begins).all() and (counts <= self._ends).all())
+        )
+
+    def _lay_out(
+        self, tables: list[Sequence[int]], begins: npt.NDArray[np.int32], counts: npt.NDArray[np.int32]
+    ) -> None:
+        rearranged = [getattr(table, "rearranged", -1) for table in tables]
+        self._tables, self._rearranged = tables, None if -1 in rearranged else rearranged
+        self._begins, self._counts, self._ends = begins, counts, counts + _ROOM
+        lengths = self._ends - begins
+        self._starts = (lengths.cumsum() - lengths - begins).astype(np.int32)
+        parts = 2 * len(tables) * [np.full(_ROOM, self._group.blocks.first, np.int32)]
+        held = zip(tables, begins.tolist(), counts.tolist(), strict=True)
+        parts[::2] = [block_ids(table, count, begin) for table, begin, count in held]
+        self._ids = joined(parts) - self._group.blocks.first
 
 
 SCORED_LOGITS = 2**23

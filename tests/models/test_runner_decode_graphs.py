@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+from random import Random
+
+import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pdserve.engine.kv_cache.block_table import BlockTable, WindowTable
 from pdserve.models.backend import CPU
 from pdserve.models.rank_cache import KvGroup, StateGroup
-from pdserve.models.runner import DecodeGraphs, DecodeInputs, StepRow, bucket_for, decode_buckets, padded_parts
+from pdserve.models.runner import (
+    DecodeGraphs,
+    DecodeInputs,
+    GroupTables,
+    StepRow,
+    bucket_for,
+    decode_buckets,
+    padded_parts,
+)
 from pdserve.wire.cache_groups import GroupBlocks, GroupSpec, Keep
 from pdserve_kernels.kv_layout import KvLayout
 from tests.models.rerun_graph import RerunGraphs
@@ -53,14 +66,15 @@ def step_row(token: int, start: int, first_block: int) -> StepRow:
 
 def test_rows_are_padded_with_rows_that_store_and_read_nothing() -> None:
     rows = [step_row(5, 0, 10), step_row(6, 7, 20), step_row(7, 8, 30)]
-    parts = [list(part) for part in padded_parts(rows, 4, [WHOLE], [])]
+    parts = [list(part) for part in padded_parts(rows, 4, [GroupTables(WHOLE)], [])]
     token_ids, positions, context_lens, slots, starts, blocks = parts
     assert token_ids == [5, 6, 7, 0]
     assert positions == [0, 7, 8, 0]
     assert slots == [40, 21 * 4 + 3, 32 * 4, -1]
     assert context_lens == [1, 8, 9, 0]
-    assert blocks == [10, 20, 21, 30, 31, 32]
-    assert starts == [0, 1, 3, 0]
+    assert starts[3] == 0
+    tables = [blocks[start : start + count] for start, count in zip(starts, (1, 2, 3), strict=False)]
+    assert tables == [[10], [20, 21], [30, 31, 32]]
 
 
 def echo(inputs: DecodeInputs) -> torch.Tensor:
@@ -141,6 +155,70 @@ def hybrid_row(token: int, start: int, first_block: int, states: tuple[int, int]
     return StepRow([token], start, row.block_table, True, others=(window, states))
 
 
+class Context:
+    """A request that decodes: its next position, and its blocks of whole contexts and of a window."""
+
+    def __init__(self, chance: Random) -> None:
+        self._chance = chance
+        self.position = 0
+        self.table, self.window = BlockTable(), WindowTable()
+        self.go_on(chance.randint(0, 60))
+
+    def go_on(self, tokens: int) -> None:
+        self.position += tokens
+        while len(self.table) * BLOCK_SIZE <= self.position:
+            self.table.append(self._chance.randrange(1000))
+            self.window.append(1000 + self._chance.randrange(1000))
+        self.window.give_back(WINDOWED.blocks.spec.needed(self.position, BLOCK_SIZE).start)
+
+    def change(self) -> None:
+        match self._chance.randint(0, 9):
+            case 0:  # a block was replaced
+                self.table[self._chance.randrange(len(self.table))] = self._chance.randrange(1000)
+                self.window[-1] = 1000 + self._chance.randrange(1000)
+            case 1:  # the request was preempted
+                self.position = 0
+                self.table.clear()
+                self.window = WindowTable()
+                self.go_on(self._chance.randint(0, 60))
+            case _:
+                self.go_on(self._chance.choice((0, 1, 5, 40)))
+
+    @property
+    def row(self) -> StepRow:
+        return StepRow([1], self.position, self.table, True, others=[self.window])
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("group", [WHOLE, WINDOWED])
+def test_tables_that_go_on_from_step_to_step_are_those_of_each_step(group: KvGroup, seed: int) -> None:
+    chance = Random(seed)
+    contexts, tables, first = [Context(chance) for _ in range(5)], GroupTables(group), group.blocks.first
+    last, steps_without_layout = None, 0
+    for _ in range(200):
+        for context in contexts:
+            if chance.random() < 0.02:
+                context.change()
+            else:
+                context.go_on(1)
+        if chance.random() < 0.02:
+            contexts[chance.randrange(5)] = Context(chance)
+            chance.shuffle(contexts)
+        rows = [context.row for context in contexts[: chance.choice((5,) * 20 + (1, 4))]]
+        positions = np.array([row.start for row in rows] + [0], np.int32)
+        (slots, starts), ids = tables.parts(rows, positions)
+        steps_without_layout += ids is last
+        last = ids
+        for row, slot, start in zip(rows, slots, starts, strict=False):
+            seen = group.blocks.spec.needed(row.start, BLOCK_SIZE).start
+            count = row.start // BLOCK_SIZE + 1
+            own = [block - first for block in row.table(group.number)[seen:count]]
+            assert ids[start + seen : start + count].tolist() == own
+            assert slot == own[-1] * BLOCK_SIZE + row.start % BLOCK_SIZE
+        assert (slots[-1], starts[-1]) == (-1, 0)
+    assert steps_without_layout > 60
+
+
 def seen_by(inputs: DecodeInputs) -> torch.Tensor:
     """Returns "logits" that show what a row received of its window and of its states."""
     window, states = inputs.attention[1], inputs.states[0]
@@ -166,7 +244,7 @@ def test_a_replay_sees_the_windows_and_the_states_of_its_rows() -> None:
         table = row.block_table
         newest, oldest = table[row.start // BLOCK_SIZE], table[max(0, row.start - WINDOW + 1) // BLOCK_SIZE]
         assert found == [newest * BLOCK_SIZE + row.start % BLOCK_SIZE, oldest, newest, i - 1, 10 + i]
-    padded = padded_parts(rows, 6, [WHOLE, WINDOWED], [STATES])
+    padded = padded_parts(rows, 6, [GroupTables(WHOLE), GroupTables(WINDOWED)], [STATES])
     assert [list(part[4:]) for part in padded[3:9]] == [[-1, -1], [0, 0], [-1, -1], [0, 0], [-1, -1], [-1, -1]]
 
 
