@@ -44,9 +44,11 @@ class OwnItl:
     @classmethod
     def of(cls, requests: Iterable[RequestTargets]) -> OwnItl:
         """Returns those of the requests that have these targets."""
-        own = NONE_YET
+        own, noted = NONE_YET, None
         for targets in requests:
-            own = own.beside(targets)
+            # Those of requests without any are one object.
+            if targets is not noted:
+                own, noted = own.beside(targets), targets
         return own
 
     def beside(self, own: RequestTargets) -> OwnItl:

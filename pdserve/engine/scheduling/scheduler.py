@@ -321,13 +321,17 @@ class Scheduler:
         tokens = iter(sampled)
         failed = []
         for work in plan.work:
-            request, taken = work.request, [(member, next(tokens)) for member in work.sampled_requests]
-            if len(taken) == 1 and taken[0][1] is not None and not (work.drafts or request.children):
-                # As nearly always: the request's own next token.
-                self._blocks.computed(request, request.num_computed_tokens + work.num_tokens)
-                self.accept_token(request, taken[0][1], now)
-                self.finish_if_resumed_over(request)
-                continue
+            request, members = work.request, work.sampled_requests
+            if len(members) == 1 and not (work.drafts or request.children):
+                taken = [(request, next(tokens))]
+                if (token := taken[0][1]) is not None:
+                    # As nearly always: the request's own next token.
+                    self._blocks.computed(request, request.num_computed_tokens + work.num_tokens)
+                    self.accept_token(request, token, now)
+                    self.finish_if_resumed_over(request)
+                    continue
+            else:
+                taken = [(member, next(tokens)) for member in members]
             missing = [member for member, token in taken if token is None]
             awaited, refused = list[Request](), list[Request]()
             if missing:

@@ -34,10 +34,15 @@ class StepBudget:
         self._prompt_s = 0.0
         self._decodes = False
         self._own_itl = NONE_YET
+        self._noted: RequestTargets | None = None
+        """The targets that were noted last: those of many requests are one object."""
 
     def spend(self, work: Work) -> None:
         """Notes work that the step does."""
-        request, before, tokens = work.request, work.start, work.num_tokens
+        request, tokens, before = work.request, work.num_tokens, work.at
+        if before is None:
+            # As in most work: a call would take as long as what follows.
+            before = request.num_computed_tokens
         if tokens > 1 and work.is_chunk:
             self.spend_chunk(tokens, before)
             return
@@ -60,7 +65,9 @@ class StepBudget:
     def decode_for(self, own: RequestTargets) -> None:
         """Notes that a request with these targets waits for its next token: prompts are to keep the step short."""
         self._decodes = True
-        self._own_itl = self._own_itl.beside(own)
+        if own is not self._noted:
+            self._own_itl = self._own_itl.beside(own)
+            self._noted = own
 
     def rows_left_s(self) -> float:
         """Returns for how long further rows may compute before the step is longer than it should be."""
