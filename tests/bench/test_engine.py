@@ -302,12 +302,13 @@ def test_borrowed_cores_are_timed(tiny: Path) -> None:
 def test_the_hosts_part_of_a_step_is_timed_in_ratios_that_are_compared() -> None:
     report = benchmark.host_report(BenchEngineConfig(), (3,), (40,))
     assert [row.at for row in report.rows] == [
-        {"requests": 3, "context": 40, "path": path} for path in ("in turn", "ahead", "ranks", "ranks, window")
+        {"requests": 3, "context": 40, "path": path}
+        for path in ("in turn", "ahead", "ranks", "ranks, window", "ranks, states")
     ]
     ratios = [figure for row in report.rows for figure in row.figures if figure.unit is Unit.RATIO]
     assert [figure.name for figure in ratios] == [
-        *["CPU : wanted"] * 3,
-        *["message : wanted", "CPU : wanted", "message : wanted"],
+        *["CPU : wanted"] * 2,
+        *["CPU : wanted", "message : wanted"] * 3,
     ]
     assert all(figure.value > 0 for figure in ratios)
     assert all(figure.value < 1 for figure in ratios if figure.name == "message : wanted")

@@ -36,7 +36,7 @@ from pdserve.engine.step_loop import StepLoop
 from pdserve.engine.tp.rank_rows import SentRows
 from pdserve.errors import EngineError
 from pdserve.models.backend import CPU
-from pdserve.models.rank_cache import KvGroup
+from pdserve.models.rank_cache import KvGroup, StateGroup
 from pdserve.models.runner import DecodeGraphs, DecodeInputs, Score, StepRow
 from pdserve.process import collect_rarely
 from pdserve.wire.cache_groups import GroupBlocks, GroupSpec, Keep, context_blocks, laid_out
@@ -55,6 +55,8 @@ _WANTED_STEP_US, _WANTED_REQUEST_US, _WANTED_1K_US = 250.0, 8.0, 1.0
 _WANTED_MESSAGE_BYTES, _WANTED_REQUEST_BYTES = 2048, 16
 
 _WINDOW = 512
+_STATE_BLOCKS = 16
+"""A state has as many bytes as so many blocks."""
 _VOCAB_SIZE = 64
 _FIRST_STEPS = 8
 """So many steps are not counted: buffers are made in them."""
@@ -77,9 +79,11 @@ class HostPath(enum.Enum):
     """In turn, and each step is also a message to other ranks."""
     RANKS_WINDOW = "ranks, window"
     """The same, and half of the model's layers see a window."""
+    RANKS_STATES = "ranks, states"
+    """The same, and that half keeps states instead."""
 
 
-_TOLD = (HostPath.RANKS, HostPath.RANKS_WINDOW)
+_TOLD = (HostPath.RANKS, HostPath.RANKS_WINDOW, HostPath.RANKS_STATES)
 """Paths on which other ranks are told."""
 
 
@@ -99,8 +103,13 @@ class IdleRunner:
 
     def __init__(self, requests: int, context: int, groups: Sequence[GroupBlocks], block_size: int) -> None:
         layout = KvLayout(1, 1, block_size, 1, torch.float32)
-        kept = [KvGroup(number, group, layout, torch.empty(0), 1) for number, group in enumerate(groups)]
-        self._graphs = DecodeGraphs(_equal_logits, _Unrecorded, requests, context, kept, [], CPU)
+        attention, states = list[KvGroup](), list[StateGroup]()
+        for number, group in enumerate(groups):
+            if group.spec.keep is Keep.LATEST:
+                states.append(StateGroup(number, group, ()))
+            else:
+                attention.append(KvGroup(number, group, layout, torch.empty(0), 1))
+        self._graphs = DecodeGraphs(_equal_logits, _Unrecorded, requests, context, attention, states, CPU)
         self.on_decode: Callable[[], None] = _nothing
         """What is called when a decode step of all requests begins."""
         self.sent = 0
@@ -242,12 +251,18 @@ def _groups(requests: int, context: int, path: HostPath, block_size: int) -> tup
     """Returns the cache groups of the model, with blocks for all requests at once."""
     tokens, block_bytes = context + _ANSWER, KvLayout(1, 1, block_size, 1, torch.float32).block_bytes
     specs = [GroupSpec("all", Keep.ALL, 1, 1, block_bytes, "fp32")]
-    counts = [requests * -(-tokens // block_size)]
+    counts, sizes = [requests * -(-tokens // block_size)], [block_bytes]
     if path is HostPath.RANKS_WINDOW:
         specs.append(GroupSpec(f"window {_WINDOW}", Keep.WINDOW, 1, 1, block_bytes, "fp32", _WINDOW))
         # All prompts may be one step, whose tokens have blocks beside the windows'.
         counts.append(counts[0] + requests * context_blocks(Keep.WINDOW, _WINDOW, tokens, block_size))
-    return laid_out(specs, counts, [block_bytes] * len(specs))[0]
+        sizes.append(block_bytes)
+    if path is HostPath.RANKS_STATES:
+        sizes.append(_STATE_BLOCKS * block_bytes)
+        specs.append(GroupSpec("states", Keep.LATEST, 1, 1, sizes[-1], "fp32"))
+        # As many again for the prefix cache.
+        counts.append(2 * requests * context_blocks(Keep.LATEST, 0, tokens, block_size))
+    return laid_out(specs, counts, sizes)[0]
 
 
 def _submit(request: int, context: int, block_size: int) -> Submit:
