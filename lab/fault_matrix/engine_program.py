@@ -14,12 +14,16 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-
-from pdserve.engine.launched_step import StepRunner
 from pdserve.engine.process import main
-from pdserve.models.runner import Score, StepRow
+
+if TYPE_CHECKING:
+    # An engine imports torch late, and without a part of it.
+    import torch
+
+    from pdserve.engine.launched_step import StepRunner
+    from pdserve.models.runner import Score, StepRow
 
 HOLD, POISON = 5, 6
 POISONED_POSITION = 1010
@@ -81,8 +85,12 @@ def _victim() -> int:
 
 if __name__ == "__main__":
     folder, name, *drafts = sys.argv[1:]
-    if drafts:
-        from tests.cluster.drafting_node import draft_always
 
-        draft_always()
-    sys.exit(main(lambda runner: GovernedRunner(runner, Path(folder), name)))
+    def governed(runner: StepRunner) -> StepRunner:
+        if drafts:
+            from tests.cluster.drafting_node import drafting_always
+
+            runner = drafting_always(runner)
+        return GovernedRunner(runner, Path(folder), name)
+
+    sys.exit(main(governed))

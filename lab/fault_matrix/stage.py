@@ -15,7 +15,7 @@ from pathlib import Path
 from lab.fault_matrix.engine_program import CLOSED
 from lab.fault_matrix.models import MAX_REQUESTS, STEP_TOKENS, Saved
 from pdserve.process import PARENT_PID_ENV, parse_listening
-from tests.cluster.nodes import MODEL, groups_are_free, http, one_core, sample
+from tests.cluster.nodes import MODEL, Metrics, http, one_core, sample
 from tests.eventually import eventually
 from tests.hosts.namespaces import Host, Network, network
 from tests.processes import SECRET, alive, clean_environ
@@ -222,18 +222,15 @@ class Stage:
         for node in self.nodes:
             if node.process.ended:
                 raise AssertionError(f"{node.name} ended: {node.process.output[-2000:]}")
-            busy = ("requests_running", "requests_waiting", "requests_waiting_for_remote_kvs")
-            if any(node.metric(f"num_{name}") for name in busy):
+            now = Metrics.of(node.url)
+            if now.has_requests or not now.blocks_are_free:
                 return False
-            if node.metric("kv_cache_usage_perc") or node.metric("quarantined_blocks"):
-                return False
-            if not groups_are_free(node.url):
-                return False
-            # A cell finds the node of its request by a change of this count. If an older request ended at that
-            # moment, the count would not change.
-            if any(proxy.metric("proxy_node_requests_in_flight", node=node.name) for proxy in self.proxies):
-                return False
-        return True
+        # A cell finds the node of its request by a change of this count. If an older request ended at that moment, the
+        # count would not change.
+        every = [Metrics.of(proxy.url) for proxy in self.proxies]
+        return not any(
+            now.sample("proxy_node_requests_in_flight", node=node.name) for now in every for node in self.nodes
+        )
 
     def lost_since(self, before: dict[str, int]) -> list[str]:
         """Returns the names of the nodes whose engine of ``before`` is gone."""

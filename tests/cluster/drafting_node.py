@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import MutableMapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pdserve.api.node.server import serve
 from pdserve.config import NodeConfig
@@ -18,14 +19,16 @@ from pdserve.process import die_with_parent
 from pdserve.settings import cache_folder, load, resolve_secret, state_folder
 from pdserve.wire.discovery import Role
 
+if TYPE_CHECKING:
+    from pdserve.engine.launched_step import StepRunner
+
 MODULE = "tests.cluster.drafting_node"
 
 
 def main(argv: Sequence[str], environ: MutableMapping[str, str]) -> int:
     role, *flags = argv
     if role == "engine":
-        draft_always()
-        return serve_engine()
+        return serve_engine(drafting_always)
     die_with_parent(environ)
     config = load(NodeConfig, flags, environ, prog=MODULE)
     secret = resolve_secret(config.security, [config.http.host], state_folder(environ))
@@ -33,12 +36,14 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str]) -> int:
     return serve(Role(role), config, secret, Path(config.model.path), cache_folder(environ), engine_command=command)
 
 
-def draft_always() -> None:
-    """Has the engine of this process draft as much as it may."""
+def drafting_always(runner: StepRunner) -> StepRunner:
+    """Returns ``runner``, and has the engine of this process draft as much as it may."""
+    # Imported late: an engine imports torch by itself, and without a part of it.
     from pdserve.engine.speculation.speculation import Speculation
 
     Speculation._counts = lambda self, guessed, *_: [len(each.chances) for each in guessed]  # type: ignore[method-assign]
     Speculation._model_count = lambda self, requests: self._most_drafts  # type: ignore[method-assign]
+    return runner
 
 
 if __name__ == "__main__":

@@ -61,27 +61,49 @@ def random_prompt(length: int, seed: int) -> list[int]:
     return random.Random(seed).choices(range(3, 4_096), k=length)
 
 
+@dataclass(frozen=True)
+class Metrics:
+    """The ``/metrics`` of a proxy or node at one moment. A node takes 5 ms to write them."""
+
+    text: str
+
+    @classmethod
+    def of(cls, url: str) -> Metrics:
+        return cls(http(url + "/metrics").body.decode())
+
+    def sample(self, name: str, **labels: str) -> float:
+        """Returns one sample, or 0 if there is none."""
+        wanted = "pdserve_" + name
+        if labels:
+            wanted += "{" + ",".join(f'{key}="{value}"' for key, value in labels.items()) + "}"
+        found = re.search(rf"^{re.escape(wanted)} (\S+)$", self.text, re.MULTILINE)
+        return float(found[1]) if found else 0.0
+
+    def groups(self, name: str) -> dict[str, float]:
+        """Returns a metric of each cache group of a node that is no whole contexts, by the group's name."""
+        found = re.findall(rf'^pdserve_{name}{{group="(.+)"}} (\S+)$', self.text, re.M)
+        return {group: float(value) for group, value in found}
+
+    @property
+    def blocks_are_free(self) -> bool:
+        """Whether a node has all of its blocks: of contexts, and of windows and states, if the model has any."""
+        held = any(map(self.sample, ("kv_cache_usage_perc", "quarantined_blocks")))
+        return not held and self.groups("cache_group_blocks") == self.groups("cache_group_free_blocks")
+
+    @property
+    def has_requests(self) -> bool:
+        states = ("running", "waiting", "waiting_for_remote_kvs")
+        return any(self.sample(f"num_requests_{state}") for state in states)
+
+
 def sample(url: str, name: str, **labels: str) -> float:
     """Returns one sample of the ``/metrics`` of a proxy or node, or 0 if it has none."""
-    wanted = "pdserve_" + name
-    if labels:
-        wanted += "{" + ",".join(f'{key}="{value}"' for key, value in labels.items()) + "}"
-    found = re.search(rf"^{re.escape(wanted)} (\S+)$", http(url + "/metrics").body.decode(), re.MULTILINE)
-    return float(found[1]) if found else 0.0
-
-
-def groups_are_free(url: str) -> bool:
-    """Returns whether a node's windows and states are all free. A model without any has no such metric."""
-    every, free = (group_samples(url, name) for name in ("cache_group_blocks", "cache_group_free_blocks"))
-    return every == free
+    return Metrics.of(url).sample(name, **labels)
 
 
 def group_samples(url: str, name: str) -> dict[str, float]:
     """Returns a metric of each cache group of a node that is no whole contexts, by the group's name."""
-    metrics = http(url + "/metrics").body.decode()
-    return {
-        group: float(value) for group, value in re.findall(rf'^pdserve_{name}{{group="(.+)"}} (\S+)$', metrics, re.M)
-    }
+    return Metrics.of(url).groups(name)
 
 
 class Log(Protocol):
@@ -131,16 +153,8 @@ class ServedNode:
     @property
     def idle(self) -> bool:
         """Whether the node has no requests and all of its blocks are free."""
-        return groups_are_free(self.url) and all(
-            self.metric(name) == 0
-            for name in (
-                "num_requests_running",
-                "num_requests_waiting",
-                "num_requests_waiting_for_remote_kvs",
-                "kv_cache_usage_perc",
-                "quarantined_blocks",
-            )
-        )
+        now = Metrics.of(self.url)
+        return now.blocks_are_free and not now.has_requests
 
 
 @dataclass(frozen=True)
