@@ -108,14 +108,21 @@ def only(answers: dict[int, Answer]) -> Answer:
 # ---------------------------------------------------------------- every cut
 
 
-@pytest.mark.parametrize("name", FEATURES)
-def test_an_answer_goes_on_after_any_number_of_its_tokens(folder: Path, runner: ModelRunner, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "all_cuts"), [*((name, False) for name in FEATURES), *(nightly(name, True) for name in FEATURES)]
+)
+def test_an_answer_goes_on_after_any_number_of_its_tokens(
+    folder: Path, runner: ModelRunner, name: str, all_cuts: bool
+) -> None:
+    """By day, each feature has two fifths of the cuts. All features together have each cut several times."""
+    number = list(FEATURES).index(name)
+    starts = range(APART) if all_cuts else [number % APART, (number + 2) % APART]
     with engine(folder, False, NUM_BLOCKS, own_runner=runner) as client:
         one = asked(name, max_tokens=CUT_TOKENS)
         whole = only(client.together([one]))
         assert len(whole.tokens) > 5 or name == "stop token"
         cuts = range(len(whole.tokens) + 1)
-        for several in (cuts[start::APART] for start in range(APART)):
+        for several in (cuts[start::APART] for start in starts):
             # A salt of its own makes the engine a fresh one.
             emitted = [[whole.tokens[:known]] for known in several]
             answers = client.together([one] * len(several), f"{several.start}", emitted)
@@ -124,14 +131,21 @@ def test_an_answer_goes_on_after_any_number_of_its_tokens(folder: Path, runner: 
 
 
 @pytest.mark.parametrize(
-    ("overlap", "prefix_cache"), [(True, False), (False, True), nightly(False, False), nightly(True, True)]
+    ("overlap", "prefix_cache", "step"),
+    [
+        (True, False, 26),
+        (False, True, 26),
+        *(nightly(overlap, prefix_cache, 13) for overlap in (False, True) for prefix_cache in (False, True)),
+    ],
 )
-def test_answers_go_on_beside_each_other(folder: Path, runner: ModelRunner, overlap: bool, prefix_cache: bool) -> None:
+def test_answers_go_on_beside_each_other(
+    folder: Path, runner: ModelRunner, overlap: bool, prefix_cache: bool, step: int
+) -> None:
     """The cache finds blocks of the unbroken answers, and of those that were resumed before."""
     everything = [asked(name, seed, length=9 + 2 * seed) for seed, name in enumerate(FEATURES)]
     with engine(folder, overlap, NUM_BLOCKS, own_runner=runner, prefix_cache=prefix_cache) as client:
         whole = list(client.together(everything).values())
-        for start in range(0, TOKENS, 13):
+        for start in range(0, TOKENS, step):
             cuts = [min((start + 5 * i) % TOKENS, len(one.tokens)) for i, one in enumerate(whole)]
             emitted = [[one.tokens[:cut]] for one, cut in zip(whole, cuts, strict=True)]
             for got, one, cut in zip(client.together(everything, "", emitted).values(), whole, cuts, strict=True):
@@ -151,19 +165,21 @@ def test_answers_go_on_though_they_are_preempted(folder: Path) -> None:
         check_rest(mine, one, min(3 + 4 * i, len(one.tokens)))
 
 
+@pytest.mark.parametrize("cuts_apart", [3, nightly(1)])
 @pytest.mark.parametrize("kv_dtype", KvCacheDtype)
 @pytest.mark.parametrize("dtype", Dtype)
 def test_answers_of_the_compiled_kernels_are_bitwise_the_same(
-    folder: Path, dtype: Dtype, kv_dtype: KvCacheDtype
+    folder: Path, dtype: Dtype, kv_dtype: KvCacheDtype, cuts_apart: int
 ) -> None:
-    """The set computes a row alike in any step, if the CPU has AVX2."""
+    """The set computes a row alike in any step, if the CPU has AVX2. By day, all types together have each cut."""
     compiled = CompiledKernels(cache_folder(os.environ))
     if not isinstance(compiled.linear(torch.zeros(32, 32)), CompiledLinear):
         pytest.skip("this CPU has no AVX2")
     with engine(folder, False, NUM_BLOCKS, own_runner=make_runner(folder, dtype, compiled, kv_dtype)) as client:
         one = asked("everything", max_tokens=CUT_TOKENS)
         whole = only(client.together([one]))
-        for known in range(len(whole.tokens)):
+        first = (list(Dtype).index(dtype) + list(KvCacheDtype).index(kv_dtype)) % cuts_apart
+        for known in range(first, len(whole.tokens), cuts_apart):
             got = only(client.together([one], f"{known}", [[whole.tokens[:known]]]))
             assert (got.tokens, got.logprobs) == (whole.tokens[known:], whole.logprobs[known:])
 
@@ -201,8 +217,11 @@ def test_an_answer_that_waits_for_its_grammar_has_the_same_tokens(
 # ---------------------------------------------------------------- several answers
 
 
-@pytest.mark.parametrize("prefix_cache", [False, True])
-@pytest.mark.parametrize("length", [16, 17, 19])
+@pytest.mark.parametrize(
+    ("length", "prefix_cache"),
+    # Whole blocks, and less and more than half of one.
+    [(16, True), (17, True), (19, False), nightly(16, False), nightly(17, False), nightly(19, True)],
+)
 def test_each_answer_to_one_prompt_goes_on_after_its_own_tokens(
     folder: Path, runner: ModelRunner, length: int, prefix_cache: bool
 ) -> None:

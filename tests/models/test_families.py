@@ -64,7 +64,9 @@ def test_every_logit_is_that_of_transformers(tmp_path: Path, case: str) -> None:
     torch.testing.assert_close(found, wanted, rtol=0, atol=tolerance)
     pieces, start = [], 0
     for size in TOKEN_BY_TOKEN:
-        runner.run([StepRow(PROMPT[start : start + size], start, range(16, 32), True, range(size))], score=pieces.append)
+        runner.run(
+            [StepRow(PROMPT[start : start + size], start, range(16, 32), True, range(size))], score=pieces.append
+        )
         start += size
     torch.testing.assert_close(torch.cat(pieces), wanted, rtol=0, atol=tolerance)
 
