@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import deepcopy
+from functools import cache
 from pathlib import Path
+from typing import TypeAlias
 
 import pytest
 import torch
@@ -39,10 +41,25 @@ CHUNKS = (17, 3, 21)
 TABLE, OTHER = range(16), range(16, 32)
 COUNT = 3
 
+Made: TypeAlias = Callable[[str], tuple[Path, ReferenceDrafts]]
+"""Gives a model of a case, and what transformers drafts with it."""
+
 
 @pytest.fixture(params=["torch", "compiled"])
 def kernels(request: pytest.FixtureRequest) -> Kernels:
     return TorchKernels() if request.param == "torch" else CompiledKernels(cache_folder(os.environ))
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    """Returns a function that makes the model of a case, once for all tests, which leave it as it is."""
+
+    @cache
+    def make(case: str) -> tuple[Path, ReferenceDrafts]:
+        folder = save_tiny_drafting(case, tmp_path_factory.mktemp(case))
+        return folder, ReferenceDrafts(case, folder)
+
+    return make
 
 
 def drafting_runner(folder: Path, kernels: Kernels, *, drafts: bool = True) -> GroupedRunner:
@@ -70,9 +87,8 @@ def after_prompt(runner: GroupedRunner, chunks: Sequence[int] = CHUNKS, *, draft
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_drafts_are_those_of_the_whole_context(tmp_path: Path, case: str, kernels: Kernels) -> None:
-    folder = save_tiny_drafting(case, tmp_path)
-    reference = ReferenceDrafts(case, folder)
+def test_drafts_are_those_of_the_whole_context(made: Made, case: str, kernels: Kernels) -> None:
+    folder, reference = made(case)
     for chunks in (CHUNKS, (len(PROMPT),)):
         runner = drafting_runner(folder, kernels)
         wanted = reference.drafts([*PROMPT, ANSWER[0]], COUNT)
@@ -85,9 +101,9 @@ def test_drafts_are_those_of_the_whole_context(tmp_path: Path, case: str, kernel
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_rows_that_verify_drafts_see_each_other(tmp_path: Path, case: str, kernels: Kernels) -> None:
-    folder = save_tiny_drafting(case, tmp_path)
-    reference, runner = ReferenceDrafts(case, folder), drafting_runner(folder, kernels)
+def test_rows_that_verify_drafts_see_each_other(made: Made, case: str, kernels: Kernels) -> None:
+    folder, reference = made(case)
+    runner = drafting_runner(folder, kernels)
     after_prompt(runner)
     # Three rows of one request, of which all tokens are accepted, and a row of another one.
     first = len(PROMPT)
@@ -109,10 +125,10 @@ def test_rows_that_verify_drafts_see_each_other(tmp_path: Path, case: str, kerne
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_step_is_completed_by_tokens_on_the_device_or_behind_the_next_one(
-    tmp_path: Path, case: str, kernels: Kernels
+    made: Made, case: str, kernels: Kernels
 ) -> None:
-    folder = save_tiny_drafting(case, tmp_path)
-    reference, runner = ReferenceDrafts(case, folder), drafting_runner(folder, kernels)
+    folder, reference = made(case)
+    runner = drafting_runner(folder, kernels)
     first, others = len(PROMPT), [7, *PROMPT[:3]]
     # A chunk, a prompt that ends, whose token is on the device, and a token whose next one comes late.
     rows = [StepRow([others[0]], 0, OTHER, True), StepRow(PROMPT[:17], 0, TABLE, False)]
@@ -134,8 +150,8 @@ def test_a_step_is_completed_by_tokens_on_the_device_or_behind_the_next_one(
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_drafts_go_on_from_blocks_that_were_moved(tmp_path: Path, case: str, kernels: Kernels) -> None:
-    folder = save_tiny_drafting(case, tmp_path)
+def test_drafts_go_on_from_blocks_that_were_moved(made: Made, case: str, kernels: Kernels) -> None:
+    folder, reference = made(case)
     source, target = drafting_runner(folder, kernels), drafting_runner(folder, kernels)
     after_prompt(source)
     target.cache.memory.copy_(source.cache.memory)
@@ -145,12 +161,12 @@ def test_drafts_go_on_from_blocks_that_were_moved(tmp_path: Path, case: str, ker
     target._tables[OTHER[0]] = deepcopy(source._tables.get(TABLE[0], []))
     target.run([StepRow(ANSWER[:1], len(PROMPT), OTHER, True)])
     found = target.draft([DraftRow(0, ANSWER[1:2], True)], COUNT)
-    assert found == [ReferenceDrafts(case, folder).drafts([*PROMPT, *ANSWER[:2]], COUNT)]
+    assert found == [reference.drafts([*PROMPT, *ANSWER[:2]], COUNT)]
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_logits_are_the_same_bits_with_and_without_drafts(tmp_path: Path, case: str, kernels: Kernels) -> None:
-    folder = save_tiny_drafting(case, tmp_path)
+def test_logits_are_the_same_bits_with_and_without_drafts(made: Made, case: str, kernels: Kernels) -> None:
+    folder, _ = made(case)
     plain, drafting = (drafting_runner(folder, kernels, drafts=drafts) for drafts in (False, True))
     assert [group.block_bytes for group in plain.cache.groups] == [group.block_bytes for group in drafting.cache.groups]
     after_prompt(drafting)
@@ -162,8 +178,8 @@ def test_logits_are_the_same_bits_with_and_without_drafts(tmp_path: Path, case: 
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_folder_without_the_weights_has_no_such_layer(tmp_path: Path, case: str) -> None:
-    with_layer, without = save_tiny_drafting(case, tmp_path / "with"), save_tiny(case, tmp_path / "without")
+def test_a_folder_without_the_weights_has_no_such_layer(made: Made, tmp_path: Path, case: str) -> None:
+    (with_layer, _), without = made(case), save_tiny(case, tmp_path)
     for folder, expected in ((with_layer, True), (without, False)):
         config = read_decoder_config(folder)
         assert config.has_draft_layer == expected
@@ -172,20 +188,20 @@ def test_a_folder_without_the_weights_has_no_such_layer(tmp_path: Path, case: st
         drafting_runner(without, TorchKernels())
 
 
-def test_nodes_fit_whatever_they_draft_with_if_both_folders_have_the_layer(tmp_path: Path) -> None:
+def test_nodes_fit_whatever_they_draft_with_if_both_folders_have_the_layer(made: Made, tmp_path: Path) -> None:
     """A specification knows no setting. The digest alone refuses the other folder, and the doctor says what differs."""
     with_layer, without = (
         local_spec(ModelConfig(path=str(folder)), CacheConfig(), CpuKernels.AUTO, tmp_path)
-        for folder in (save_tiny_drafting("glm4-moe", tmp_path / "with"), save_tiny("glm4-moe", tmp_path / "without"))
+        for folder in (made("glm4-moe")[0], save_tiny("glm4-moe", tmp_path / "without"))
     )
     assert [refused.field for refused in misfits(with_layer, without)] == ["fingerprint", "num_layers"]
     assert (with_layer.num_layers, without.num_layers) == (4, 3)
 
 
 @pytest.mark.integration
-def test_ranks_draft_what_one_rank_drafts(tmp_path: Path) -> None:
+def test_ranks_draft_what_one_rank_drafts(made: Made) -> None:
     names = ("deepseek-v32", "glm4-moe", "qwen3-next")
-    folders = {name: save_tiny_drafting(name, tmp_path / name) for name in names}
+    folders = {name: made(name)[0] for name in names}
     prompts = [PROMPT[:6], PROMPT[3:20]]
     sizes = (1, 2, 3)
     results = iter(computed([Case(str(folders[n]), size, prompts, 4, drafts=3) for n in names for size in sizes]))
@@ -198,10 +214,10 @@ def test_ranks_draft_what_one_rank_drafts(tmp_path: Path) -> None:
             assert found == alone or "--tensor-parallel-size 3" in found.error, name
 
 
-def test_drafts_end_with_the_blocks_and_with_the_longest_context(tmp_path: Path) -> None:
-    folder = save_tiny_drafting("deepseek-v3", tmp_path)
+def test_drafts_end_with_the_blocks_and_with_the_longest_context(made: Made) -> None:
+    folder, reference = made("deepseek-v3")
     runner = drafting_runner(folder, TorchKernels())
-    wanted = ReferenceDrafts("deepseek-v3", folder).drafts([*PROMPT[:6], ANSWER[0]], 3)
+    wanted = reference.drafts([*PROMPT[:6], ANSWER[0]], 3)
     runner.run([StepRow(PROMPT[:6], 0, range(2), True)])
     # Two places are left in the blocks.
     assert runner.draft([DraftRow(0, [*PROMPT[1:6], ANSWER[0]], True)], 8) == [wanted]
@@ -235,8 +251,8 @@ def test_drafts_follow_from_quantised_weights(tmp_path: Path, kernels: Kernels) 
     assert after_prompt(drafting_runner(narrow, kernels)) == after_prompt(drafting_runner(wide, kernels))
 
 
-def test_drafts_need_a_step_and_tokens_that_fit_it(tmp_path: Path) -> None:
-    folder = save_tiny_drafting("glm4-moe", tmp_path)
+def test_drafts_need_a_step_and_tokens_that_fit_it(made: Made) -> None:
+    folder, _ = made("glm4-moe")
     runner = drafting_runner(folder, TorchKernels())
     with pytest.raises(ValueError, match="no step"):
         runner.draft([DraftRow(0, [5], True)], 1)
