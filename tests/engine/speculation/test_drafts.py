@@ -129,8 +129,9 @@ def check_same(got: Sequence[Answer], wanted: Sequence[Answer]) -> None:
 
 @pytest.mark.parametrize(
     ("share", "overlap"),
-    # In every run, ``test_a_wrong_draft_that_is_not_finite_leaves_nothing_behind`` has wrong drafts alone.
-    [(0.0, True), (0.3, False), (0.3, True), nightly(0.0, False), nightly(1.0, False), nightly(1.0, True)],
+    # In every run, ``test_a_wrong_draft_that_is_not_finite_leaves_nothing_behind`` has wrong drafts alone, and the test
+    # of preempted answers has right and wrong ones in steps that are not launched ahead.
+    [(0.0, True), (0.3, True), *(nightly(share, False) for share in (0.0, 0.3, 1.0)), nightly(1.0, True)],
 )
 def test_drafts_change_no_answer(
     folder: Path, plain: list[Answer], monkeypatch: pytest.MonkeyPatch, share: float, overlap: bool
@@ -164,8 +165,9 @@ def test_an_answer_that_begins_to_repeat_itself_has_drafts_though_steps_are_laun
     assert stats.accepted_drafts > 10
 
 
+@pytest.mark.parametrize("cuts_apart", [9, nightly(3)])
 def test_drafts_change_no_answer_that_is_preempted_or_resumed_or_finds_a_prefix(
-    folder: Path, plain: list[Answer], monkeypatch: pytest.MonkeyPatch
+    folder: Path, plain: list[Answer], monkeypatch: pytest.MonkeyPatch, cuts_apart: int
 ) -> None:
     asked = asked_together()
     force(monkeypatch, texts(asked, plain), share=0.5)
@@ -174,7 +176,7 @@ def test_drafts_change_no_answer_that_is_preempted_or_resumed_or_finds_a_prefix(
         longest, wanted = asked[-1:], plain[-1 - len(asked[-1][2]) :]
         for _ in range(2):
             check_same(list(client.together(longest).values()), wanted)
-        for known in range(1, 20, 3):
+        for known in range(1, 20, cuts_apart):
             got = client.together(longest, "", [[one.tokens[:known] for one in wanted]])
             assert [one.tokens for one in got.values()] == [one.tokens[known:] for one in wanted]
         stats = client.stats_asked_for(1)
