@@ -207,6 +207,10 @@ class Reference:
     def answer(self, prompt: Sequence[int]) -> list[int]:
         return self._answer(prompt)[0]
 
+    def logits(self, token_ids: Sequence[int]) -> torch.Tensor:
+        """Returns the fp32 logits ``[tokens, vocab]``."""
+        return _logits(self._model, token_ids)
+
     def clear_answers(self, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
         """Returns each answer up to the first token that is hardly likelier than another: rounding may choose there.
 

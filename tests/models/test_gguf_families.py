@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -30,7 +31,7 @@ from tests.models.grouped_runner import GroupedRunner
 from tests.models.rank_program import Case
 from tests.models.test_tensor_parallel import computed
 from tests.models.tiny_families import CASES, FULL, save_tiny
-from tests.tiny_models import Reference, reference_logits, save_tiny_model
+from tests.tiny_models import Reference, save_tiny_model
 
 PROMPT = [(7 * i * i + 11 * i) % 509 + 3 for i in range(41)]
 SOFTMAX = ExpertGatingFuncType.SOFTMAX
@@ -47,11 +48,12 @@ def save(converted: Converted, folder: Path) -> Path:
 def test_logits_and_tokens_are_those_of_the_checkpoint(tmp_path: Path, arch: str, converted: Converted) -> None:
     folder = save(converted, tmp_path / "folder")
     runner = small_runner(save_converted(folder, tmp_path / "tiny.gguf", arch))
-    wanted = reference_logits(folder, PROMPT)
+    reference = Reference(folder, 8)
+    wanted = reference.logits(PROMPT)
     pieces: list[torch.Tensor] = []
     runner.run([StepRow(PROMPT, 0, range(16), True, range(len(PROMPT)))], score=pieces.append)
     torch.testing.assert_close(torch.cat(pieces), wanted, rtol=0, atol=2e-4 * float(wanted.abs().max()))
-    assert greedy_tokens(runner, PROMPT, 8) == Reference(folder, 8).answer(PROMPT)
+    assert greedy_tokens(runner, PROMPT, 8) == reference.answer(PROMPT)
 
 
 REFUSED: list[tuple[str, str, Callable[[GGUFWriter], object], str]] = [
@@ -118,13 +120,23 @@ REFUSED: list[tuple[str, str, Callable[[GGUFWriter], object], str]] = [
 ]
 
 
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Returns a function that saves the model of a case, once for all tests that have it refused."""
+    return cache(lambda case: save_tiny(case, tmp_path_factory.mktemp(case)))
+
+
 @pytest.mark.parametrize(("arch", "case", "extra", "message"), REFUSED, ids=[each[3] for each in REFUSED])
 def test_a_setting_that_is_not_computed_is_refused(
-    tmp_path: Path, arch: str, case: str, extra: Callable[[GGUFWriter], object], message: str
+    saved: Callable[[str], Path],
+    tmp_path: Path,
+    arch: str,
+    case: str,
+    extra: Callable[[GGUFWriter], object],
+    message: str,
 ) -> None:
-    folder = save_tiny(case, tmp_path / "folder")
     with pytest.raises(ModelError, match=message):
-        small_runner(save_converted(folder, tmp_path / "tiny.gguf", arch, extra))
+        small_runner(save_converted(saved(case), tmp_path / "tiny.gguf", arch, extra))
 
 
 def test_settings_that_say_what_is_computed_anyway(tmp_path: Path) -> None:
