@@ -473,13 +473,23 @@ class KimiDeltaRecipe:
     convs: tuple[str, str, str] = ("self_attn.q_conv1d", "self_attn.k_conv1d", "self_attn.v_conv1d")
     beta: str = "self_attn.b_proj"
     gate_down: str = "self_attn.g_a_proj"
-    """The projection to as many numbers as a head has channels. ``gate_up`` leads from these to all heads' gates."""
+    """The projection to as many numbers as a head has channels. ``gate_up`` leads from these to all heads' gates.
+
+    Empty if ``gate_up`` leads from the layer's input to them.
+    """
     gate_up: str = "self_attn.g_b_proj"
     step_down: str = "self_attn.f_a_proj"
-    """The projection to as many numbers. ``step_up`` leads from these to the steps of each channel of each key."""
+    """The projection to as many numbers. ``step_up`` leads from these to the steps of each channel of each key.
+
+    Empty if ``step_up`` leads from the layer's input to them.
+    """
     step_up: str = "self_attn.f_b_proj"
     step_bias: str = "self_attn.dt_bias"
     log_rate: str = "self_attn.A_log"
+    flat_rates: bool = False
+    """Whether the tensor ``log_rate`` is ``[heads]``, and not ``[1, 1, heads, 1]``."""
+    least_decay: float | None = None
+    """What the logarithms of decays are above, if they are bounded: they are this times the sigmoid of a rated step."""
     gated_norm: str = "self_attn.o_norm"
     out: str = "self_attn.o_proj"
 

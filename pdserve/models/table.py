@@ -10,6 +10,7 @@ from pdserve.errors import ModelError
 from pdserve.models.families.cohere import Cohere2Settings, CohereSettings
 from pdserve.models.families.deepseek import (
     AxK1Settings,
+    BailingHybridSettings,
     DeepseekV2Settings,
     DeepseekV3Settings,
     DeepseekV32Settings,
@@ -140,6 +141,7 @@ FAMILIES: dict[str, type[FamilySettings]] = {
     "glm4_moe_lite": Glm4MoeLiteSettings,
     "axk1": AxK1Settings,
     "kimi_linear": KimiLinearSettings,
+    "bailing_hybrid": BailingHybridSettings,
     "sarvam_mla": SarvamMlaSettings,
     "minicpm3": MiniCpm3Settings,
     "youtu": YoutuSettings,

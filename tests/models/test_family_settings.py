@@ -375,7 +375,7 @@ WITHOUT_EFFECT = {
     *("attention_softmax_in_fp32", "scale_attention_softmax_in_fp32"),  # softmax is always taken in fp32
     *("num_mtp_layers", "is_decoder", "eod_token_id", "sep_token_id"),  # nothing of these is in a plain answer
     *("rescale_prenorm_residual", "z_loss_coefficient", "time_step_max", "time_step_floor"),  # for training
-    *("time_step_scale", "time_step_init_scheme"),  # for training
+    *("time_step_scale", "time_step_init_scheme", "mtp_loss_scaling_factor"),  # for training
     *("chunk_size", "mamba_chunk_size", "use_mamba_kernels", "mamba_ssm_cache_dtype"),  # how transformers computes
     *("use_mambapy", "use_associative_scan"),  # as well
     *("num_nextn_predict_layers", "mtp_layers_block_type"),  # layers that guess further tokens

@@ -129,6 +129,8 @@ INDEXED |= {"pad_token_id": None}
 for a token without an embedding, as padding has none, and transformers does not say which of equal ones it takes."""
 KIMI: dict[str, Any] = LATENTS | EXPERTS | {"q_lora_rank": None, "moe_intermediate_size": 24, "layer_types": STATES}
 KIMI |= {"linear_num_heads": 4, "linear_head_dim": 12, "linear_conv_kernel_dim": 3}
+LING3: dict[str, Any] = LATENTS | EXPERTS | {"q_lora_rank": None, "moe_intermediate_size": 24, "layer_types": STATES}
+LING3 |= {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "head_dim": 12, "short_conv_kernel_size": 3}
 DEEP_YARN: dict[str, Any] = {
     "rope_type": "yarn",
     "rope_theta": 10_000.0,
@@ -261,6 +263,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"moe_renormalize": False, "num_shared_experts": 2, "layer_types": None, "linear_num_heads": 7}
         | {"linear_attn_config": {"kda_layers": [2, 3], "full_attn_layers": [1], "num_heads": 2, "head_dim": 20}},
     ),
+    "ling3": ("bailing_hybrid", LING3 | {"n_group": 4, "topk_group": 2}),
+    "ling3-unbounded": ("bailing_hybrid", LING3 | {"kda_safe_gate": False, "q_lora_rank": 14, "attention_bias": True}),
     "minicpm3": ("minicpm3", LATENTS | {"dim_model_base": 20, "tie_word_embeddings": False}),
     "youtu": ("youtu", LATENTS | {"attention_bias": True}),
     "olmo": ("olmo", HEADS),

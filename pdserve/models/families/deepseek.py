@@ -702,6 +702,86 @@ class KimiLinearSettings(LatentSettings, kw_only=True):
         return replace(super().recipe(), renamed=renamed)
 
 
+class BailingHybridSettings(KimiLinearSettings, kw_only=True):
+    """Ant's Ling 3: a Kimi Linear whose latents know positions, whose heads are gated, and whose decays are bounded."""
+
+    models: ClassVar[str] = "Ling 3.0 Flash"
+    default_theta: ClassVar[float] = 6_000_000.0
+    vocab_size: Count = 157_184
+    hidden_size: Count = 2560
+    intermediate_size: Count = 6144
+    num_hidden_layers: Count = 42
+    max_position_embeddings: Count = 262_144
+    rms_norm_eps: float = 1e-6
+    eos_token_id: int | list[int] | None = 156_895
+    head_dim: Count | None = 128
+    moe_intermediate_size: Count = 768
+    num_local_experts: Count = 512
+    routed_scaling_factor: float = 2.5
+    n_group: Count = 8
+    topk_group: Count = 4
+    first_k_dense_replace: int = 2
+    short_conv_kernel_size: Count = 4
+    linear_head_dim: Count | None = None  # type: ignore[assignment]  # a head's channels unless a file says it
+    linear_num_heads: Count | None = None  # type: ignore[assignment]  # as many heads as latents have
+    linear_conv_kernel_dim: Count | None = None  # type: ignore[assignment]  # short_conv_kernel_size
+    layer_group_size: Count = 6
+    kda_safe_gate: bool = True
+    kda_lower_bound: float = -5.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.linear_head_dim = self.linear_head_dim or self.head_dim or 128
+        self.linear_num_heads = self.linear_num_heads or self.num_attention_heads
+        self.linear_conv_kernel_dim = self.linear_conv_kernel_dim or self.short_conv_kernel_size
+
+    def scaling(self) -> RotarySettings:
+        return LatentSettings.scaling(self)
+
+    def rotary_of_layer(self, index: int) -> Rotary | None:
+        return self.rotary()
+
+    def layers(self) -> list[str]:
+        size = self.layer_group_size
+        usual = [LINEAR if (index + 1) % size else FULL for index in range(self.num_hidden_layers)]
+        return usual if self.layer_types is None else self.layer_types
+
+    def attention(self, index: int) -> AttentionRecipe:
+        part = super().attention(index)
+        biased = frozenset("self_attn.dense" if name == part.out else name for name in part.biased)
+        return replace(part, out="self_attn.dense", biased=biased, gated=True, gate="self_attn.g_proj", one_gate=True)
+
+    def layer(self, index: int) -> LayerRecipe:
+        layer = super().layer(index)
+        if not isinstance(layer.mixer, KimiDeltaRecipe):
+            return layer
+        delta = replace(
+            layer.mixer,
+            gate_down="",
+            gate_up="self_attn.g_proj",
+            step_down="",
+            step_up="self_attn.f_proj",
+            flat_rates=True,
+            least_decay=self.kda_lower_bound if self.kda_safe_gate else None,
+            out="self_attn.dense",
+        )
+        return replace(layer, mixer=delta)
+
+    def feed_forward(self, index: int) -> FeedForwardRecipe:
+        if self.kinds()[index] == DENSE:
+            return self.mlp()
+        return replace(routed(self), correction="mlp.gate.expert_bias")
+
+    def recipe(self) -> ModelRecipe:
+        prefixes = [f"model.layers.{index}." for index in range(self.num_hidden_layers)]
+        layers = tuple((f"{prefix}attention.", f"{prefix}self_attn.") for prefix in prefixes)
+        return replace(
+            super().recipe(),
+            renamed=(("model.word_embeddings.", "model.embed_tokens."), *layers),
+            unused=(f"model.layers.{self.num_hidden_layers}.",),
+        )
+
+
 def _check_routing(given: str, known: str, every: int) -> None:
     """Raises ModelError if experts are chosen in another way, or in other layers, than the family's."""
     if given != known:

@@ -89,6 +89,8 @@ class DeltaRule:
     eps: float
     gate: Activation
     """The activation of gates."""
+    least: float | None = None
+    """As ``KimiDeltaRecipe.least_decay``."""
 
     def __call__(
         self,
@@ -109,7 +111,7 @@ class DeltaRule:
         key_dim = (channels - group * value_dim) // 2
         before, matrices = state[..., : seen * channels], state[..., seen * channels :]
         convolved = kernels.causal_conv(qkv, self.conv, None, before.view(-1, heads, seen, channels), runs, silu=True)
-        decays = self.rates * kernels.activated(steps.float() + self.step_bias, Activation.SOFTPLUS, gated=False)
+        decays = self._decays(steps.float() + self.step_bias)
         shape = (tokens, heads, group)
         found = kernels.gated_delta_rule(
             convolved,
@@ -122,6 +124,12 @@ class DeltaRule:
         normed = kernels.rms_norm(rows, self.norm, self.eps)
         by_gate = gated(kernels, gates.reshape(rows.shape).float(), normed.float(), self.gate)
         return by_gate.to(qkv.dtype).view(*shape, value_dim)
+
+    def _decays(self, steps: torch.Tensor) -> torch.Tensor:
+        """Maps fp32 steps to the logarithms of decays, of the same shape."""
+        if self.least is None:
+            return self.rates * self.kernels.activated(steps, Activation.SOFTPLUS, gated=False)
+        return self.least * self.kernels.activated(-self.rates * steps, Activation.SIGMOID, gated=False)
 
 
 class DeltaNet:
@@ -174,18 +182,24 @@ class KimiDelta:
         self._heads, mine = heads.stop - heads.start, spread(heads, channels)
         wide = [Projection(prefix + name, whole, mine) for name in (recipe.query, recipe.key, recipe.value)]
         beta = Projection(prefix + recipe.beta, recipe.heads, heads)
-        down = [Projection(prefix + name, channels, ALL) for name in (recipe.gate_down, recipe.step_down)]
-        self._inner = column_parallel(building, hidden, [*wide, *down, beta])
-        self._sizes = [*([self._heads * channels] * 3), channels, channels, self._heads]
+        both = ((recipe.gate_down, recipe.gate_up), (recipe.step_down, recipe.step_up))
+        first = [
+            Projection(prefix + down, channels, ALL) if down else Projection(prefix + up, whole, mine)
+            for down, up in both
+        ]
+        self._inner = column_parallel(building, hidden, [*wide, *first, beta])
+        own = self._heads * channels
+        self._sizes = [own, own, own, *(channels if down else own for down, _ in both), self._heads]
         self._gates, self._steps = (
-            column_parallel(building, channels, [Projection(prefix + name, whole, mine)])
-            for name in (recipe.gate_up, recipe.step_up)
+            column_parallel(building, channels, [Projection(prefix + up, whole, mine)]) if down else None
+            for down, up in both
         )
         shape = (whole, 1, recipe.width)
         taken = [checkpoint.take(f"{prefix}{name}.weight", shape, rows=mine) for name in recipe.convs]
         conv = torch.cat([each.view(self._heads, channels, recipe.width) for each in taken], 1)
         bias = checkpoint.take(prefix + recipe.step_bias, (whole,), rows=mine, dtype=torch.float32)
-        log_rates = checkpoint.take(prefix + recipe.log_rate, (1, 1, recipe.heads, 1), dtype=torch.float32)
+        rated = (recipe.heads,) if recipe.flat_rates else (1, 1, recipe.heads, 1)
+        log_rates = checkpoint.take(prefix + recipe.log_rate, rated, dtype=torch.float32)
         rates = -log_rates.flatten()[heads].exp().repeat_interleave(channels)
         norm = checkpoint.take(f"{prefix}{recipe.gated_norm}.weight", (channels,))
         self._rule = DeltaRule(
@@ -196,6 +210,7 @@ class KimiDelta:
             norm,
             recipe.norm.eps,
             Activation.SIGMOID,
+            recipe.least_decay,
         )
         self._out = RowParallel(building, prefix + recipe.out, (hidden, whole), mine, biased=False)
 
@@ -203,7 +218,8 @@ class KimiDelta:
         tokens = x.shape[0]
         *wide, gates, steps, betas = torch.split(self._inner(x), self._sizes, -1)
         qkv = torch.cat([each.view(tokens, self._heads, -1) for each in wide], -1)
-        gates, steps = self._gates(gates.contiguous()), self._steps(steps.contiguous())
+        gates = gates if self._gates is None else self._gates(gates.contiguous())
+        steps = steps if self._steps is None else self._steps(steps.contiguous())
         return self._out(self._rule(qkv, gates, betas, steps, state, runs).view(tokens, -1))
 
 
