@@ -39,5 +39,5 @@ def test_what_is_not_yet_served_has_no_recipe() -> None:
     assert not NOT_YET.keys() & FAMILIES.keys()
     assert not_yet("deepseek_v4") == "sparse attention is not served yet"
     assert not_yet("longcat_flash") == "a second attention in each layer is not served yet"
-    assert not_yet("mamba") == "states are not served yet"
+    assert not_yet("rwkv") == "states are not served yet"
     assert not_yet("llama") == ""
