@@ -107,9 +107,14 @@ def test_a_wrong_setting_is_told_before_anything_starts(
     assert str(caught.value).removeprefix("pdserve.serve has ").startswith(words)
 
 
-def test_a_cluster_serves_and_says_what_it_is(tiny_model: Path, tmp_path: Path, environ: dict[str, str]) -> None:
+def test_a_cluster_serves_and_says_what_it_is_until_it_ends_which_fails_the_block(
+    tiny_model: Path, tmp_path: Path, environ: dict[str, str]
+) -> None:
     settings = {**ONE_NODE, "prefill": 1, "decode": 1, "mixed": 0, "disaggregation": "always"}
-    with pdserve.serve(tiny_model, environ=environ, served_model_name="tiny", store=True, **settings) as cluster:
+    with (
+        pytest.raises(pdserve.ClusterFailed, match=ENDED),
+        pdserve.serve(tiny_model, environ=environ, served_model_name="tiny", store=True, **settings) as cluster,
+    ):
         assert cluster.model == "tiny"
         assert [(node.name, node.role) for node in cluster.nodes] == [
             ("prefill-0", pdserve.Role.PREFILL),
@@ -127,7 +132,7 @@ def test_a_cluster_serves_and_says_what_it_is(tiny_model: Path, tmp_path: Path, 
         eventually(lambda: cluster.nodes[1].pid != first.pid, "the node that was started again is told")
         assert http(f"{cluster.nodes[1].url}/live").status == 200
         cluster.check()
-    assert cluster_processes(str(tmp_path)) == set()
+        end_up(cluster, tmp_path)
 
 
 def test_the_thread_that_enters_the_block_may_end_before_it(
@@ -213,16 +218,6 @@ def test_a_start_has_its_limit(tiny_model: Path, tmp_path: Path, environ: dict[s
     ):
         raise AssertionError("it serves")
     assert cluster_processes(str(tmp_path)) == set()
-
-
-def test_a_cluster_that_ends_within_the_block_fails_it(
-    tiny_model: Path, tmp_path: Path, environ: dict[str, str]
-) -> None:
-    with (
-        pytest.raises(pdserve.ClusterFailed, match=ENDED),
-        pdserve.serve(tiny_model, environ=environ, **ONE_NODE) as cluster,
-    ):
-        end_up(cluster, tmp_path)
 
 
 PROGRAM = """
