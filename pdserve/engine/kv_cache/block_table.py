@@ -131,7 +131,7 @@ class BlockTable(_Ids):
         self.others = others
         self.has_states = any(isinstance(held, StateTable) for held in others)
         """Whether a group keeps states of the context."""
-        self._windows = [held for held in others if not isinstance(held, StateTable)]
+        self._windows = [held for held in others if isinstance(held, WindowTable)]
 
     @property
     def checkpoint(self) -> int:

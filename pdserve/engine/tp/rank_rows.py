@@ -52,6 +52,7 @@ class _Sent:
     """The places of their tables among the row's ``others``."""
     others: Sequence[Sequence[int]]
     """The row's tables beside the first one."""
+    num_others: int
     step: int
     """The number of the row's step."""
     place: int
@@ -69,7 +70,8 @@ class _Sent:
             else:
                 states.append(number)
         end = row.start + len(row.token_ids)
-        return cls(table, len(table), table.rearranged, windows, _written(row), states, row.others, step, place, end)
+        others, written = row.others, _written(row)
+        return cls(table, len(table), table.rearranged, windows, written, states, others, len(others), step, place, end)
 
     def knows(self, others: Sequence[Sequence[int]]) -> bool:
         """Returns whether a row's tables beside the first one are those of windows, of which nothing is new."""
@@ -91,7 +93,7 @@ class _Sent:
         return (
             self.table.rearranged == self.rearranged
             and len(windows) == len(self.windows)
-            and len(row.others) == len(self.others)
+            and len(row.others) == self.num_others
             and all(
                 known.table is table and known.rearranged == table.rearranged
                 for known, table in zip(self.windows, windows, strict=True)
@@ -114,7 +116,7 @@ class _Run:
 
     def __init__(self, first: _Sent) -> None:
         """``first`` is what the ranks know of the context that the first row will be of."""
-        self.others = len(first.others)
+        self.others = first.num_others
         """The number of tables that each row has beside the first one."""
         self.told = NextRows(
             first.place,
@@ -191,7 +193,7 @@ class SentRows:
                     and row.wants_logits
                     and (not grown or grown == 1)
                     and held.rearranged == sent.rearranged
-                    and others == len(sent.others)
+                    and others == sent.num_others
                 ):
                     fits = run if run is not None and sent.place == at else _Run(sent)
                     if fits.others == others and (not changed or fits.takes(sent, row, grown)):
