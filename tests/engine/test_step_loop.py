@@ -435,18 +435,26 @@ PENALTIES: list[dict[str, Any]] = [
 ]
 
 
-def test_penalties_survive_preemption(folder: Path, overlap: bool) -> None:
-    def asked(penalties: Sequence[dict[str, Any]]) -> list[tuple[list[int], SamplingParams, Sequence[int]]]:
-        common: dict[str, Any] = {"max_tokens": 60, "temperature": 0.0, "ignore_eos": True}
-        return [(prompt(18 + i), SamplingParams(seed=i, **common | more), []) for i, more in enumerate(penalties)]
+def with_penalties(penalties: Sequence[dict[str, Any]]) -> list[tuple[list[int], SamplingParams, Sequence[int]]]:
+    common: dict[str, Any] = {"max_tokens": 60, "temperature": 0.0, "ignore_eos": True}
+    return [(prompt(18 + i), SamplingParams(seed=i, **common | more), []) for i, more in enumerate(penalties)]
 
-    with engine(folder, overlap, num_blocks=200) as roomy:
-        wanted = roomy.together(asked(PENALTIES))
-        without = roomy.together(asked([{"temperature": more.get("temperature", 0.0)} for more in PENALTIES]))
-    changed = [a.tokens != b.tokens for a, b in zip(wanted.values(), without.values(), strict=True)]
+
+@pytest.fixture(scope="module")
+def penalised(folder: Path) -> list[list[int]]:
+    """Returns the answers with ``PENALTIES`` where all have room."""
+    with engine(folder, overlap=False, num_blocks=200) as roomy:
+        answers = list(roomy.together(with_penalties(PENALTIES)).values())
+        temperatures = [{"temperature": more.get("temperature", 0.0)} for more in PENALTIES]
+        without = roomy.together(with_penalties(temperatures)).values()
+    changed = [a.tokens != b.tokens for a, b in zip(answers, without, strict=True)]
     # One kind of penalty may change no token of a short answer.
     assert sum(changed) >= len(PENALTIES) - 1
+    return [answer.tokens for answer in answers]
+
+
+def test_penalties_survive_preemption(folder: Path, overlap: bool, penalised: list[list[int]]) -> None:
     with engine(folder, overlap, num_blocks=40) as tight:
-        got = tight.together(asked(PENALTIES))
+        got = tight.together(with_penalties(PENALTIES))
         tight.wait_for_a_preemption()
-    assert {i: answer.tokens for i, answer in got.items()} == {i: answer.tokens for i, answer in wanted.items()}
+    assert [answer.tokens for answer in got.values()] == penalised
