@@ -342,8 +342,8 @@ def test_a_gguf_file_in_parts_is_fetched_whole(hub: FakeHub, tiny: Path, tmp_pat
 def test_an_architecture_that_is_not_served_is_refused_before_the_file_comes(
     hub: FakeHub, gguf_repository: Path, tmp_path: Path
 ) -> None:
-    hub.repositories["tiny/gguf"].more = {"gguf": {"architecture": "mamba"}}
-    assert "a model of architecture 'mamba'" in refused(hub.environ(tmp_path / "cache"), "pull", "tiny/gguf:Q8_0")
+    hub.repositories["tiny/gguf"].more = {"gguf": {"architecture": "rwkv7"}}
+    assert "a model of architecture 'rwkv7'" in refused(hub.environ(tmp_path / "cache"), "pull", "tiny/gguf:Q8_0")
     assert not hub.fetched(".gguf")
 
 

@@ -155,8 +155,8 @@ def test_settings_that_would_be_wrong_are_refused(tmp_path: Path, extra: dict[st
 
 def test_other_architectures_are_refused_by_name(tmp_path: Path) -> None:
     folder = save_tiny_model("llama", tmp_path / "folder")
-    with pytest.raises(ModelError, match=r"'mamba'.*gemma3.*llama"):
-        read_family_config(save_tiny_gguf(folder, tmp_path / "tiny.gguf", architecture="mamba"))
+    with pytest.raises(ModelError, match=r"'rwkv7'.*gemma3.*llama"):
+        read_family_config(save_tiny_gguf(folder, tmp_path / "tiny.gguf", architecture="rwkv7"))
 
 
 def test_an_unknown_number_format_is_refused(tmp_path: Path) -> None:

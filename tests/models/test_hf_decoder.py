@@ -17,13 +17,13 @@ from transformers import (
     BitNetConfig,
     BloomConfig,
     GPT2Config,
-    MambaConfig,
     MellumConfig,
     OlmoConfig,
     OPTConfig,
     PhimoeConfig,
     PretrainedConfig,
     PreTrainedModel,
+    RwkvConfig,
 )
 
 from pdserve.config import Dtype
@@ -135,7 +135,7 @@ def test_bf16_stays_near_fp32(tmp_path: Path) -> None:
     ("config", "match"),
     [
         (BloomConfig(vocab_size=512, hidden_size=48, n_layer=2, n_head=4), "max_position_embeddings"),
-        (MambaConfig(vocab_size=512, hidden_size=48, num_hidden_layers=2), "states are not served yet"),
+        (RwkvConfig(vocab_size=512, hidden_size=48, num_hidden_layers=2), "states are not served yet"),
         (
             OPTConfig(**OPT_SHAPE, do_layer_norm_before=False),
             r"opt model cannot be served: its code does not compute its head",
