@@ -329,7 +329,23 @@ class MimoV2FlashSettings(FamilySettings, kw_only=True):
         return replace(super().recipe(), unused=("model.mtp.",))
 
 
-class Hy3Settings(FamilySettings, kw_only=True):
+class OneGroupSettings(FamilySettings, kw_only=True):
+    """DeepSeek V3's experts in one group. The weights of the chosen ones add up to one."""
+
+    @property
+    def n_group(self) -> int:
+        return 1
+
+    @property
+    def topk_group(self) -> int:
+        return 1
+
+    @property
+    def norm_topk_prob(self) -> bool:
+        return True
+
+
+class Hy3Settings(OneGroupSettings, kw_only=True):
     """Tencent's third Hunyuan: heads are normalised before they are turned, and DeepSeek V3's experts."""
 
     models: ClassVar[str] = "Hy3 295B A21B"
@@ -353,18 +369,6 @@ class Hy3Settings(FamilySettings, kw_only=True):
     enable_moe_fp32_combine: bool = True
     """Whether transformers adds the shared expert in fp32. Here experts' outputs are added in fp32 in any case."""
 
-    @property
-    def n_group(self) -> int:
-        return 1
-
-    @property
-    def topk_group(self) -> int:
-        return 1
-
-    @property
-    def norm_topk_prob(self) -> bool:
-        return True
-
     def check(self) -> None:
         super().check()
         check_kinds(self.kinds(), self.num_hidden_layers)
@@ -382,7 +386,7 @@ class Hy3Settings(FamilySettings, kw_only=True):
         return replace(super().recipe(), unused=(f"model.layers.{self.num_hidden_layers}.",))
 
 
-class AfmoeSettings(FamilySettings, kw_only=True):
+class AfmoeSettings(OneGroupSettings, kw_only=True):
     """Arcee's Trinity: gated heads that know positions within windows alone, four norms, DeepSeek V3's experts."""
 
     models: ClassVar[str] = "Trinity Nano, Mini, Large"
@@ -405,18 +409,6 @@ class AfmoeSettings(FamilySettings, kw_only=True):
     moe_intermediate_size: Count = 1408
     routed_scaling_factor: float | None = msgspec.field(name="route_scale", default=1.0)
     mup_enabled: bool = False
-
-    @property
-    def n_group(self) -> int:
-        return 1
-
-    @property
-    def topk_group(self) -> int:
-        return 1
-
-    @property
-    def norm_topk_prob(self) -> bool:
-        return True
 
     def biases(self) -> frozenset[str]:
         return QKVO if self.attention_bias else NONE
