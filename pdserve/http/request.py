@@ -282,9 +282,7 @@ class HttpRequest:
             await self._respond_in_pieces(status, headers, body)
             return
         self.answered = True
-        fields = f"x-request-id: {self.label}\r\ncontent-length: {len(body)}\r\n"
-        for name, value in headers.items():
-            fields += f"{name}: {value}\r\n"
+        fields = f"x-request-id: {self.label}\r\ncontent-length: {len(body)}\r\n{_lines(headers)}"
         outlet.respond(status, fields.encode("latin-1", "replace"), body)
 
     async def refuse(self, error: RequestError, headers: Mapping[str, str] = MappingProxyType({})) -> None:
@@ -299,8 +297,7 @@ class HttpRequest:
         if outlet.paused:
             await outlet.drain()
         if "content-length" not in headers:
-            lines = "".join([f"{name}: {value}\r\n" for name, value in headers.items()])
-            lines += f"x-request-id: {self.label}\r\n"
+            lines = f"{_lines(headers)}x-request-id: {self.label}\r\n"
             if outlet.begin_chunks(status, lines.encode("latin-1", "replace"), data, more=more):
                 return
         fields = [(name.encode("latin-1"), value.encode("latin-1", "replace")) for name, value in headers.items()]
@@ -341,6 +338,11 @@ class _NoBounds:
 
 
 _NO_BOUNDS = _NoBounds()
+
+
+def _lines(headers: Mapping[str, str]) -> str:
+    """Returns the lines of a head."""
+    return "".join([f"{name}: {value}\r\n" for name, value in headers.items()])
 
 
 def _too_large(max_bytes: int) -> PayloadTooLarge:

@@ -204,6 +204,17 @@ class LatentRecipe:
 
 
 @dataclass(frozen=True, slots=True)
+class GateRecipe:
+    """Gates of heads: each head's output is multiplied by what ``activation`` makes of its gate."""
+
+    name: str = ""
+    """The projection to the gates of all heads; empty if ``query`` has each of them behind its head's query."""
+    one: bool = False
+    """Whether a gate is one number for a head, and not one for each of its channels."""
+    activation: Activation = Activation.SIGMOID
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionRecipe:
     """One layer's attention. Names are those of tensors, within the layer and without ``.weight`` or ``.bias``."""
 
@@ -241,14 +252,8 @@ class AttentionRecipe:
     """Whether the checkpoint has the weights as ``[in, out]``."""
     latent: LatentRecipe | None = None
     """How keys and values come from latents, if they do."""
-    gated: bool = False
-    """Whether each head's output is multiplied by what becomes of a gate, which ``query`` has behind the query."""
-    gate: str = ""
-    """The projection to the gates of all heads, if they are not in ``query``."""
-    one_gate: bool = False
-    """Whether such a gate is one number for a head, and not one for each of its channels."""
-    gating: Activation = Activation.SIGMOID
-    """What maps a gate to what the output is multiplied by."""
+    gate: GateRecipe | None = None
+    """What each head's output is multiplied by, if it is gated."""
     value_dim: int | None = None
     """The channels of a value, if a head's key has more. The cache has as many of both: the others are 0."""
     value_scale: float = 1.0

@@ -111,7 +111,7 @@ def _attention(layers: Sequence[LayerRecipe], cap: float | None) -> Iterator[str
         yield f"attention {_share(layers, len(parts))}"
     if first.latent is not None:
         yield "latents" if first.latent.index is None else "latents, of which an indexer chooses some"
-    if first.gated:
+    if first.gate is not None:
         yield "gated heads"
     windows = sum(part.window is not None for part in parts)
     if windows:

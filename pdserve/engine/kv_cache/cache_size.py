@@ -174,6 +174,8 @@ def _attention_numbers(decoder: DecoderConfig, recipe: AttentionRecipe | None, r
     if recipe is not None and recipe.latent is not None:
         latent = recipe.latent
         own = 2 * (latent.plain + latent.turned) + 3 * latent.channels + 2 * latent.rank + 2 * latent.value
+        # Of gated heads, each one's gate is there once for each channel, beside its values, and then the products.
+        own += 0 if recipe.gate is None else 3 * latent.value
         own = heads * own + 3 * latent.channels + 2 * latent.query_rank
         if latent.index is None:
             return own
@@ -181,7 +183,7 @@ def _attention_numbers(decoder: DecoderConfig, recipe: AttentionRecipe | None, r
         index = latent.index
         return own + 5 * index.channels + 4 * index.heads * (index.channels + 1) + 2 * decoder.hidden_size
     # A gate is there as it is, and once more as the factor of the result.
-    gates = 2 * heads if recipe is not None and recipe.gated else 0
+    gates = 2 * heads if recipe is not None and recipe.gate is not None else 0
     if recipe is None or not recipe.norms_apart:
         return (3 * heads + 2 * kv_heads + gates) * decoder.head_dim
     # Norms take steps of their own, across ranks in fp32, and the rotation is then one, too.

@@ -25,6 +25,7 @@ from pdserve.models.recipe import (
     AttentionRecipe,
     ExpertsRecipe,
     FeedForwardRecipe,
+    GateRecipe,
     IndexRecipe,
     KimiDeltaRecipe,
     LatentRecipe,
@@ -300,8 +301,7 @@ class DeepseekV3Settings(LatentSettings, kw_only=True):
 
     def kinds(self) -> list[str]:
         """Returns for each layer whether its feed-forward part is one, or of experts."""
-        dense = self.first_k_dense_replace
-        return [DENSE if index < dense else SPARSE for index in range(self.num_hidden_layers)]
+        return first_dense(self.first_k_dense_replace, self.num_hidden_layers)
 
     def feed_forward(self, index: int) -> FeedForwardRecipe:
         return self.mlp() if self.kinds()[index] == DENSE else routed(self)
@@ -663,8 +663,7 @@ class KimiLinearSettings(LatentSettings, kw_only=True):
 
     def kinds(self) -> list[str]:
         """Returns for each layer whether its feed-forward part is one, or of experts."""
-        dense = self.first_k_dense_replace
-        usual = [DENSE if index < dense else SPARSE for index in range(self.num_hidden_layers)]
+        usual = first_dense(self.first_k_dense_replace, self.num_hidden_layers)
         return usual if self.mlp_layer_types is None else self.mlp_layer_types
 
     def layers(self) -> list[str]:
@@ -697,9 +696,12 @@ class KimiLinearSettings(LatentSettings, kw_only=True):
 
     def recipe(self) -> ModelRecipe:
         # The released files have this name for layers with experts, and those that transformers writes for all.
+        return replace(super().recipe(), renamed=self._renamed("block_sparse_moe", "mlp"))
+
+    def _renamed(self, stored: str, own: str) -> tuple[tuple[str, str], ...]:
+        """Returns ``ModelRecipe.renamed`` for a part of each layer."""
         prefixes = [f"model.layers.{index}." for index in range(self.num_hidden_layers)]
-        renamed = tuple((f"{prefix}block_sparse_moe.", f"{prefix}mlp.") for prefix in prefixes)
-        return replace(super().recipe(), renamed=renamed)
+        return tuple((f"{prefix}{stored}.", f"{prefix}{own}.") for prefix in prefixes)
 
 
 class BailingHybridSettings(KimiLinearSettings, kw_only=True):
@@ -749,7 +751,7 @@ class BailingHybridSettings(KimiLinearSettings, kw_only=True):
     def attention(self, index: int) -> AttentionRecipe:
         part = super().attention(index)
         biased = frozenset("self_attn.dense" if name == part.out else name for name in part.biased)
-        return replace(part, out="self_attn.dense", biased=biased, gated=True, gate="self_attn.g_proj", one_gate=True)
+        return replace(part, out="self_attn.dense", biased=biased, gate=GateRecipe("self_attn.g_proj", one=True))
 
     def layer(self, index: int) -> LayerRecipe:
         layer = super().layer(index)
@@ -773,11 +775,9 @@ class BailingHybridSettings(KimiLinearSettings, kw_only=True):
         return replace(routed(self), correction="mlp.gate.expert_bias")
 
     def recipe(self) -> ModelRecipe:
-        prefixes = [f"model.layers.{index}." for index in range(self.num_hidden_layers)]
-        layers = tuple((f"{prefix}attention.", f"{prefix}self_attn.") for prefix in prefixes)
         return replace(
             super().recipe(),
-            renamed=(("model.word_embeddings.", "model.embed_tokens."), *layers),
+            renamed=(("model.word_embeddings.", "model.embed_tokens."), *self._renamed("attention", "self_attn")),
             unused=(f"model.layers.{self.num_hidden_layers}.",),
         )
 
@@ -790,6 +790,11 @@ def _check_routing(given: str, known: str, every: int) -> None:
         raise ModelError(
             f"moe_layer_freq {every} is not supported; supported: 1, experts in every layer after the first"
         )
+
+
+def first_dense(dense: int, layers: int) -> list[str]:
+    """Returns the kinds of so many layers, of which the first ``dense`` have no experts."""
+    return [DENSE if index < dense else SPARSE for index in range(layers)]
 
 
 def check_kinds(kinds: Sequence[str], layers: int) -> None:

@@ -29,6 +29,7 @@ from pdserve.models.recipe import (
     AttentionRecipe,
     ExpertsRecipe,
     FeedForwardRecipe,
+    GateRecipe,
     HeadNorm,
     LayerRecipe,
     MlpBesideExperts,
@@ -325,12 +326,8 @@ class Gemma4Settings(FamilySettings, kw_only=True):
         return having[-1]
 
     def rotary_of_layer(self, index: int) -> Rotary:
-        both, full = self.rope_parameters, self.windows()[index] is None
-        if both is None:
-            usual = RotarySettings(rope_type="proportional", partial_rotary_factor=0.25, rope_theta=1_000_000.0)
-            own = usual if full else RotarySettings()
-        else:
-            own = both.of_kind(full=full)
+        usual = RotarySettings(rope_type="proportional", partial_rotary_factor=0.25, rope_theta=1_000_000.0)
+        own = self.rotary_of_kind(usual, full=self.windows()[index] is None)
         return rotary_of(own, self.default_theta, self.max_position_embeddings)
 
     def attention(self, index: int) -> AttentionRecipe:
@@ -455,7 +452,7 @@ class MuseGlimmerTextSettings(FamilySettings, kw_only=True):
 
     def attention(self, index: int) -> AttentionRecipe:
         norms = HeadNorm(Norm(self.rms_norm_eps, weighted=False), *HEAD_NORMS)
-        return replace(super().attention(index), norms=norms, gated=True, gate="self_attn.gate_proj")
+        return replace(super().attention(index), norms=norms, gate=GateRecipe("self_attn.gate_proj"))
 
     def layer(self, index: int) -> LayerRecipe:
         before = Norm(self.rms_norm_eps, offset=1.0)

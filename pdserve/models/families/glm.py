@@ -11,7 +11,7 @@ from typing import ClassVar
 import msgspec
 
 from pdserve.errors import ModelError
-from pdserve.models.families.deepseek import DENSE, SPARSE, check_kinds, routed, with_experts
+from pdserve.models.families.deepseek import DENSE, SPARSE, check_kinds, first_dense, routed, with_experts
 from pdserve.models.families.settings import (
     FULL,
     HEAD_NORMS,
@@ -33,6 +33,7 @@ from pdserve.models.recipe import (
     AttentionRecipe,
     ExpertsRecipe,
     FeedForwardRecipe,
+    GateRecipe,
     HeadNorm,
     LayerRecipe,
     MlpRecipe,
@@ -297,15 +298,14 @@ class MimoV2FlashSettings(FamilySettings, kw_only=True):
         return None  # each kind of layer has its own
 
     def kinds(self) -> list[str]:
-        return self.mlp_layer_types or [DENSE] + [SPARSE] * (self.num_hidden_layers - 1)
+        return self.mlp_layer_types or first_dense(1, self.num_hidden_layers)
 
     def windows(self) -> tuple[int | None, ...]:
         usual = [SLIDING if index and (index + 1) % 6 else FULL for index in range(self.num_hidden_layers)]
         return windows_of(self.layer_types, usual, self.num_hidden_layers, self.sliding_window)
 
     def _turning(self, *, full: bool) -> Rotary:
-        both, theta = self.rope_parameters, 5_000_000.0 if full else 10_000.0
-        found = RotarySettings() if both is None else both.of_kind(full=full)
+        found, theta = self.rotary_of_kind(RotarySettings(), full=full), 5_000_000.0 if full else 10_000.0
         part = self.turned_part if found.partial_rotary_factor is None else found.partial_rotary_factor
         return rotary_of(found, theta, self.max_position_embeddings, int(self.head_size() * part))
 
@@ -374,7 +374,7 @@ class Hy3Settings(OneGroupSettings, kw_only=True):
         check_kinds(self.kinds(), self.num_hidden_layers)
 
     def kinds(self) -> list[str]:
-        return self.mlp_layer_types or [DENSE] + [SPARSE] * (self.num_hidden_layers - 1)
+        return self.mlp_layer_types or first_dense(1, self.num_hidden_layers)
 
     def feed_forward(self, index: int) -> FeedForwardRecipe:
         if self.kinds()[index] == DENSE:
@@ -422,7 +422,7 @@ class AfmoeSettings(OneGroupSettings, kw_only=True):
         return None if self.windows()[index] is None else self.rotary()
 
     def attention(self, index: int) -> AttentionRecipe:
-        return replace(super().attention(index), gated=True, gate="self_attn.gate_proj")
+        return replace(super().attention(index), gate=GateRecipe("self_attn.gate_proj"))
 
     def feed_forward(self, index: int) -> FeedForwardRecipe:
         if index < self.num_dense_layers:
@@ -493,7 +493,7 @@ class LagunaSettings(FamilySettings, kw_only=True):
         return None  # each kind of layer has its own
 
     def kinds(self) -> list[str]:
-        return self.mlp_layer_types or [DENSE] + [SPARSE] * (self.num_hidden_layers - 1)
+        return self.mlp_layer_types or first_dense(1, self.num_hidden_layers)
 
     def query_heads(self) -> list[int]:
         """Returns the number of query heads of each layer."""
@@ -504,12 +504,9 @@ class LagunaSettings(FamilySettings, kw_only=True):
         return windows_of(self.layer_types, [FULL] * layers, layers, self.sliding_window)
 
     def _turning(self, *, full: bool) -> Rotary:
-        both, theta, part = self.rope_parameters, 500_000.0 if full else 10_000.0, 0.5 if full else 1.0
-        if both is not None:
-            found, part = both.of_kind(full=full), 1.0
-        else:
-            found = RotarySettings()
-        part = part if found.partial_rotary_factor is None else found.partial_rotary_factor
+        found = self.rotary_of_kind(RotarySettings(partial_rotary_factor=0.5), full=full)
+        theta = 500_000.0 if full else 10_000.0
+        part = 1.0 if found.partial_rotary_factor is None else found.partial_rotary_factor
         return rotary_of(found, theta, self.max_position_embeddings, int(self.head_size() * part))
 
     def rotary_of_layer(self, index: int) -> Rotary:
@@ -519,10 +516,7 @@ class LagunaSettings(FamilySettings, kw_only=True):
         return replace(
             super().attention(index),
             heads=self.query_heads()[index],
-            gated=True,
-            gate="self_attn.g_proj",
-            one_gate=self.gating != "per-element",
-            gating=Activation.SOFTPLUS,
+            gate=GateRecipe("self_attn.g_proj", self.gating != "per-element", Activation.SOFTPLUS),
         )
 
     def feed_forward(self, index: int) -> FeedForwardRecipe:

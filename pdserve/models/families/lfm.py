@@ -22,6 +22,7 @@ from pdserve.models.recipe import (
     AttentionRecipe,
     ExpertsRecipe,
     FeedForwardRecipe,
+    GateRecipe,
     HeadNorm,
     LayerRecipe,
     MlpRecipe,
@@ -40,20 +41,35 @@ def _mlp(channels: int, prefix: str = "feed_forward") -> MlpRecipe:
     return MlpRecipe(channels, gate=f"{prefix}.w1", up=f"{prefix}.w3", down=f"{prefix}.w2")
 
 
-class Lfm2Settings(FamilySettings, kw_only=True):
+class LfmSettings(FamilySettings, kw_only=True):
+    """What an LFM2 and an LFM3 share."""
+
+    max_position_embeddings: Count = 128_000
+    norm_eps: float = 1e-5
+    tie_word_embeddings: bool = True
+    conv_bias: bool = False
+    conv_L_cache: Count = 3
+
+    def norm(self) -> Norm:
+        return Norm(self.norm_eps)
+
+    def short_conv(self) -> ShortConvRecipe:
+        heads = self.num_attention_heads
+        return ShortConvRecipe(heads, self.hidden_size // heads, self.conv_L_cache, self.conv_bias)
+
+    def recipe(self) -> ModelRecipe:
+        return replace(super().recipe(), last_norm="model.embedding_norm")
+
+
+class Lfm2Settings(LfmSettings, kw_only=True):
     models: ClassVar[str] = "LFM2 350M, 700M, 1.2B, 2.6B"
     default_theta: ClassVar[float] = 1_000_000.0
     vocab_size: Count = 65_536
     hidden_size: Count = 2560
     intermediate_size: Count = 12_288
     num_key_value_heads: Count | None = 8
-    max_position_embeddings: Count = 128_000
-    norm_eps: float = 1e-5
-    tie_word_embeddings: bool = True
     tie_embedding: bool | None = None
     """What older files call ``tie_word_embeddings``."""
-    conv_bias: bool = False
-    conv_L_cache: Count = 3
     block_ff_dim: Count | None = None
     """What older files call ``intermediate_size``."""
     block_multiple_of: Count = 256
@@ -77,9 +93,6 @@ class Lfm2Settings(FamilySettings, kw_only=True):
         full = numbers if self.full_attn_idxs is None else self.full_attn_idxs
         return [FULL if index in full else CONV for index in numbers]
 
-    def norm(self) -> Norm:
-        return Norm(self.norm_eps)
-
     def channels(self) -> int:
         channels = self.block_ff_dim or self.intermediate_size
         if not self.block_auto_adjust_ff_dim:
@@ -97,20 +110,16 @@ class Lfm2Settings(FamilySettings, kw_only=True):
     def feed_forward(self, index: int) -> FeedForwardRecipe:
         return _mlp(self.channels())
 
-    def short_conv(self) -> ShortConvRecipe:
-        heads = self.num_attention_heads
-        return ShortConvRecipe(heads, self.hidden_size // heads, self.conv_L_cache, self.conv_bias)
-
     def layer(self, index: int) -> LayerRecipe:
         layer = replace(super().layer(index), norms=("operator_norm", "ffn_norm"))
         return layer if self.kinds()[index] == FULL else replace(layer, attention=None, mixer=self.short_conv())
 
     def recipe(self) -> ModelRecipe:
         tied = self.tie_word_embeddings if self.tie_embedding is None else self.tie_embedding
-        return replace(super().recipe(), last_norm="model.embedding_norm", tied=tied)
+        return replace(super().recipe(), tied=tied)
 
 
-class Lfm3Settings(FamilySettings, kw_only=True):
+class Lfm3Settings(LfmSettings, kw_only=True):
     """Half of the attention has windows, and each head one gate. Parts have norms before and behind them."""
 
     models: ClassVar[str] = "LFM3 1.7B"
@@ -122,19 +131,12 @@ class Lfm3Settings(FamilySettings, kw_only=True):
     num_attention_heads: Count = 16
     num_key_value_heads: Count | None = 4
     head_dim: Count | None = 128
-    max_position_embeddings: Count = 128_000
-    norm_eps: float = 1e-5
-    tie_word_embeddings: bool = True
     eos_token_id: int | list[int] | None = 124_900
-    conv_bias: bool = False
     conv_L_cache: Count = 7
     sliding_window: Count | None = 256
     layer_types: list[str] | None = None
     use_sandwich_norm: bool = True
     use_attention_gate: bool = True
-
-    def __post_init__(self) -> None:
-        self.rms_norm_eps = self.norm_eps
 
     def check(self) -> None:
         super().check()
@@ -160,24 +162,16 @@ class Lfm3Settings(FamilySettings, kw_only=True):
         return None  # each kind of layer has its own
 
     def rotary_of_layer(self, index: int) -> Rotary:
-        both, full = self.rope_parameters, self.windows()[index] is None
-        if both is None:
-            usual = RotarySettings(rope_type="proportional", partial_rotary_factor=0.5, rope_theta=1_000_000.0)
-            own = usual if full else RotarySettings()
-        else:
-            own = both.of_kind(full=full)
+        usual = RotarySettings(rope_type="proportional", partial_rotary_factor=0.5, rope_theta=1_000_000.0)
+        own = self.rotary_of_kind(usual, full=self.windows()[index] is None)
         return rotary_of(own, self.default_theta, self.max_position_embeddings)
 
     def attention(self, index: int) -> AttentionRecipe:
         part = replace(super().attention(index), norms=HeadNorm(self.norm(), *HEAD_NORMS))
-        return replace(part, gated=True, gate="self_attn.gate_proj", one_gate=True) if self.use_attention_gate else part
+        return replace(part, gate=GateRecipe("self_attn.gate_proj", one=True)) if self.use_attention_gate else part
 
     def feed_forward(self, index: int) -> FeedForwardRecipe:
         return _mlp(self.intermediate_size)
-
-    def short_conv(self) -> ShortConvRecipe:
-        heads = self.num_attention_heads
-        return ShortConvRecipe(heads, self.hidden_size // heads, self.conv_L_cache, self.conv_bias)
 
     def layer(self, index: int) -> LayerRecipe:
         layer = replace(super().layer(index), norms=("operator_norm", "ffn_norm"))
@@ -185,9 +179,6 @@ class Lfm3Settings(FamilySettings, kw_only=True):
             norms = ("operator_norm", "post_operator_norm", "ffn_norm", "post_ffn_norm")
             layer = replace(layer, norms=norms, order=NormOrder.SANDWICH)
         return layer if self.kinds()[index] != CONV else replace(layer, attention=None, mixer=self.short_conv())
-
-    def recipe(self) -> ModelRecipe:
-        return replace(super().recipe(), last_norm="model.embedding_norm")
 
 
 class Lfm2MoeSettings(Lfm2Settings, kw_only=True):

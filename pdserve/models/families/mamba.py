@@ -434,6 +434,14 @@ class OnlyMambaSettings(FamilySettings, kw_only=True):
         )
 
 
+def mamba_of_channels(settings: FamilySettings, times: int, size: int, rank: int | str, width: int) -> MambaRecipe:
+    """Returns a Mamba of ``times`` as many channels as the model has, without norms of its own."""
+    channels = times * settings.hidden_size
+    parts = parts_of(1, channels)
+    steps = rank if isinstance(rank, int) else -(-settings.hidden_size // 16)
+    return MambaRecipe(heads=parts, channels=channels // parts, size=size, rank=steps, width=width, norm=None)
+
+
 class MambaSettings(OnlyMambaSettings, kw_only=True):
     models: ClassVar[str] = "Mamba 130M to 2.8B"
     vocab_size: Count = 50_280
@@ -452,14 +460,9 @@ class MambaSettings(OnlyMambaSettings, kw_only=True):
         return None
 
     def mixer(self) -> MambaRecipe:
-        channels, rank = self.expand * self.hidden_size, self.time_step_rank
-        parts = parts_of(1, channels)
-        return MambaRecipe(
-            heads=parts,
-            channels=channels // parts,
-            size=self.state_size,
-            rank=rank if isinstance(rank, int) else -(-self.hidden_size // 16),
-            width=self.conv_kernel,
+        part = mamba_of_channels(self, self.expand, self.state_size, self.time_step_rank, self.conv_kernel)
+        return replace(
+            part,
             norm=self.inner_norm(),
             biased=self.use_bias,
             conv_biased=self.use_conv_bias,
@@ -556,18 +559,8 @@ class JambaSettings(FamilySettings, kw_only=True):
         return ExpertsRecipe(self.num_experts, self.num_experts_per_tok, expert, router="feed_forward.router")
 
     def mamba(self) -> MambaRecipe:
-        channels, rank = self.mamba_expand * self.hidden_size, self.mamba_dt_rank
-        parts = parts_of(1, channels)
-        return MambaRecipe(
-            heads=parts,
-            channels=channels // parts,
-            size=self.mamba_d_state,
-            rank=rank if isinstance(rank, int) else -(-self.hidden_size // 16),
-            width=self.mamba_d_conv,
-            norm=self.norm(),
-            biased=self.mamba_proj_bias,
-            conv_biased=self.mamba_conv_bias,
-        )
+        part = mamba_of_channels(self, self.mamba_expand, self.mamba_d_state, self.mamba_dt_rank, self.mamba_d_conv)
+        return replace(part, norm=self.norm(), biased=self.mamba_proj_bias, conv_biased=self.mamba_conv_bias)
 
     def layer(self, index: int) -> LayerRecipe:
         layer = replace(super().layer(index), norms=("input_layernorm", "pre_ff_layernorm"))

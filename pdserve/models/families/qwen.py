@@ -28,6 +28,7 @@ from pdserve.models.recipe import (
     DraftRecipe,
     ExpertsRecipe,
     FeedForwardRecipe,
+    GateRecipe,
     HeadNorm,
     LayerRecipe,
     MlpRecipe,
@@ -246,7 +247,7 @@ class DeltaNetSettings(FamilySettings, kw_only=True):
         return Norm(self.rms_norm_eps, offset=1.0)
 
     def attention(self, index: int) -> AttentionRecipe:
-        return replace(super().attention(index), norms=HeadNorm(self.norm(), *HEAD_NORMS), gated=True)
+        return replace(super().attention(index), norms=HeadNorm(self.norm(), *HEAD_NORMS), gate=GateRecipe())
 
     def delta_net(self) -> DeltaNetRecipe:
         return DeltaNetRecipe(

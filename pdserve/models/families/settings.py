@@ -228,6 +228,16 @@ class FamilySettings(msgspec.Struct, kw_only=True):
         theta = self.default_theta if self.rope_theta is None else self.rope_theta
         return rotary_of(chosen, theta, self.max_position_embeddings, self.turned_channels(), self.interleaved)
 
+    def rotary_of_kind(self, usual: RotarySettings, *, full: bool) -> RotarySettings:
+        """Returns what the file says of layers that see all tokens, or of the others.
+
+        If it says nothing of frequencies, layers that see all have the ``usual`` ones. Raises ModelError if it leaves
+        out a kind.
+        """
+        if self.rope_parameters is None:
+            return usual if full else RotarySettings()
+        return self.rope_parameters.of_kind(full=full)
+
     def turned_channels(self) -> int | None:
         """Returns how many channels of a head are turned; None for all."""
         given = (self.rope_parameters, self.rope_scaling)

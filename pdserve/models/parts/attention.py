@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from pdserve.models.checkpoint.decoder_config import FamilyConfig
 from pdserve.models.checkpoint.weights import Rows
-from pdserve.models.parts.feed_forward import gated
+from pdserve.models.parts.feed_forward import gate_heads
 from pdserve.models.parts.projections import Building, Projection, RowParallel, column_parallel
 from pdserve.models.parts.rotary import PositionTables, channel_order
 from pdserve.models.recipe import AttentionRecipe, Fusion, HeadNorm, Norm, NormKind, NormScope
@@ -31,15 +31,15 @@ class SelfAttention:
         self._window, self._chunked = recipe.window, recipe.chunked
         self._head_dim = config.head_dim
         self._value_dim, self._value_scale = recipe.value_dim or config.head_dim, recipe.value_scale
-        assert self._value_dim == config.head_dim or not (recipe.gated or recipe.fused or recipe.norms_apart)
+        assert self._value_dim == config.head_dim or not (recipe.gate or recipe.fused or recipe.norms_apart)
         heads = share(tp, config.heads, "attention heads")
         kv_heads = kv_share(tp, config.heads, config.kv_heads)
         self._kv_heads = kv_heads.stop - kv_heads.start
         self._heads = heads.stop - heads.start
-        gate_channels = (1 if recipe.one_gate else config.head_dim) if recipe.gated else 0
-        self._gates = self._heads * gate_channels
-        """The numbers of all gates, which stand before the queries."""
-        self._gating = recipe.gating
+        self._gate, self._gates = recipe.gate, 0
+        """How heads are gated, and the numbers of all gates, which stand before the queries."""
+        if recipe.gate is not None:
+            self._gates = self._heads * (1 if recipe.gate.one else config.head_dim)
         self._order = channel_order(recipe.rotary, config.head_dim)
         assert recipe.value or self._order is None, "values that are keys have the order of the checkpoint"
         parts = _projections(config, recipe, prefix, heads, kv_heads, self._order)
@@ -81,10 +81,9 @@ class SelfAttention:
             )
         else:
             attended = self._attended(qkv, tables, attention, self._apart)
-        if self._gates:
+        if self._gate is not None:
             attended = attended.view(tokens, self._heads, -1)
-            gates = gates.view(tokens, self._heads, -1).expand(attended.shape)
-            attended = gated(self._kernels, gates, attended, self._gating)
+            attended = gate_heads(self._kernels, gates, attended, self._gate.activation)
         if self._value_dim != self._head_dim:
             attended = attended.view(tokens, -1, self._head_dim)[..., : self._value_dim]
         return self._out(attended.reshape(tokens, -1))
@@ -266,10 +265,11 @@ def _projections(
         wanted: Rows = spread(range_of, channels)
         if order is not None and part != VALUE:
             wanted = tuple(head * dim + channel for head in range(range_of.start, range_of.stop) for channel in order)
-        if recipe.gate and part == QUERY:
-            size = 1 if recipe.one_gate else dim
-            found.append(Projection(prefix + recipe.gate, count * size, spread(range_of, size)))
-        elif recipe.gated and part == QUERY:
+        gate = recipe.gate if part == QUERY else None
+        if gate is not None and gate.name:
+            size = 1 if gate.one else dim
+            found.append(Projection(prefix + gate.name, count * size, spread(range_of, size)))
+        elif gate is not None:
             own = order if order is not None else tuple(range(dim))
             heads_here = range(range_of.start, range_of.stop)
             gates = [(2 * head + 1) * dim + channel for head in heads_here for channel in range(dim)]

@@ -62,6 +62,15 @@ def gated(kernels: Kernels, gate: torch.Tensor, x: torch.Tensor, activation: Act
     return kernels.activated(torch.cat((gate, x), -1), activation, gated=True)
 
 
+def gate_heads(kernels: Kernels, gates: torch.Tensor, values: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """Returns ``values``, ``[tokens, heads, channels]``, times what the gates become.
+
+    ``gates``, ``[tokens, n]``, have one number for each head, or one for each of its channels.
+    """
+    tokens, heads, _ = values.shape
+    return gated(kernels, gates.reshape(tokens, heads, -1).expand(values.shape), values, activation)
+
+
 def activation_of(kernels: Kernels, recipe: MlpRecipe) -> Callable[[torch.Tensor], torch.Tensor]:
     """Returns what maps the outputs of ``inner_projections``, which it may change, to the last product's inputs."""
     activate = partial(kernels.activated, activation=recipe.activation, gated=recipe.gated)

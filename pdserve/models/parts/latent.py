@@ -16,7 +16,7 @@ import torch
 from pdserve.models.checkpoint.decoder_config import FamilyConfig
 from pdserve.models.checkpoint.weights import ALL
 from pdserve.models.latent_plan import LatentStep, widened
-from pdserve.models.parts.feed_forward import gated
+from pdserve.models.parts.feed_forward import gate_heads
 from pdserve.models.parts.norms import LoadedNorm, load_norm
 from pdserve.models.parts.projections import Building, Projection, RowParallel, SideBySide, column_parallel
 from pdserve.models.parts.rotary import PositionTables, channel_order
@@ -55,11 +55,11 @@ class LatentAttention:
             self._inner = _side_by_side(building, config.hidden_size, query, key)
         self._norm = load_norm(building, latent.norm, prefix + latent.key_norm, latent.rank)
         self._to_latent, self._to_key, self._to_value = _products(config, building, recipe, prefix, heads)
-        self._gates, self._gating = None, recipe.gating
-        if recipe.gated:
-            assert recipe.gate and recipe.one_gate, "heads of latents have one gate each, by a projection of its own"
-            gate = Projection(prefix + recipe.gate, config.heads, heads)
-            self._gates = column_parallel(building, config.hidden_size, [gate])
+        self._gate, self._gates = recipe.gate, None
+        if recipe.gate is not None:
+            assert recipe.gate.name and recipe.gate.one, "heads of latents have one gate each, by a projection"
+            gates = Projection(prefix + recipe.gate.name, config.heads, heads)
+            self._gates = column_parallel(building, config.hidden_size, [gates])
         whole = (config.hidden_size, config.heads * latent.value)
         biased = recipe.out in recipe.biased
         self._out = RowParallel(building, prefix + recipe.out, whole, spread(heads, latent.value), biased=biased)
@@ -103,9 +103,8 @@ class LatentAttention:
                 own, some = step.chosen, None if index is None else index.of(step.chosen)
                 alone = LatentStep(None, sparse=step.sparse)
                 values[own] = self._direct(plain[own], turned[own], key[:, own], alone, some)
-        if self._gates is not None:
-            gates = self._gates(x).unsqueeze(-1).expand(values.shape)
-            values = gated(self._kernels, gates, values, self._gating)
+        if self._gate is not None and self._gates is not None:
+            values = gate_heads(self._kernels, self._gates(x), values, self._gate.activation)
         return self._out(values.reshape(tokens, -1))
 
     def _direct(
