@@ -214,6 +214,15 @@ class Cluster:
             registration = await self.nodes.enter_async_context(registered(node, self.addresses.control, load=load))
             self.registrations[node.boot_id] = registration
 
+    async def ready(self) -> None:
+        """Waits until the proxy is ready: it has nodes, and they have said that they have met, with their loads."""
+
+        async def is_ready() -> bool:
+            async with self.http.get("/ready") as response:
+                return response.status == 200
+
+        await eventually(is_ready, "the nodes say that they have met")
+
     async def instances(self) -> list[str]:
         """Returns the names of the nodes that the proxy knows."""
         async with self.http.get("/instances") as response:

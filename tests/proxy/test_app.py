@@ -15,7 +15,7 @@ from pdserve.wire.discovery import Role
 from pdserve.wire.version import SPOKEN
 from pdserve_proxy.server import run
 from pdserve_proxy.serving import Addresses
-from tests.proxy.cluster import Cluster, cluster, error_of, eventually, node_info, proxy_config
+from tests.proxy.cluster import Cluster, cluster, error_of, node_info, proxy_config
 from tests.proxy.fake_node import Exchange, FakeNode, stream_events
 
 PAGE = "https://chat.example.com"
@@ -52,11 +52,7 @@ async def test_ready_follows_the_routes_while_live_does_not() -> None:
         await running.add(node_info("d", Role.DECODE))
         assert (await get(running, "/ready"))[0] == 503
         await running.add(node_info("p", Role.PREFILL))
-
-        async def ready() -> bool:
-            return (await get(running, "/ready"))[0] == 200
-
-        await eventually(ready, "the nodes say that they have met")
+        await running.ready()
         for path in ("/live", "/health", "/ping", "/version", "/v1/models"):
             async with running.http.get(path, headers={"x-request-id": "mine"}) as response:
                 assert (response.status, response.headers["x-request-id"]) == (200, "mine")

@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from random import Random
 
 import pytest
@@ -87,16 +86,10 @@ async def pair(
             (Role.PREFILL, Role.DECODE), (prefill, decode), loads or (NodeLoad(),) * 2, strict=True
         ):
             await running.add(node_info(role.value, role, node.url, answers="same", boot_id=_late()), load=load)
-        await eventually(partial(_met, running), "the decode node says that it has met the prefill node")
+        await running.ready()  # who has met others says its load once more
         if loads is not None:
             await _heard(running, loads)
         yield Pair(running, prefill, decode, begin, end)
-
-
-async def _met(running: Cluster) -> bool:
-    """Returns whether no node is to tell that it has met others, which says its load once more."""
-    async with running.http.get("/ready") as response:
-        return response.status == 200
 
 
 def _late() -> bytes:
