@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 import pytest
@@ -151,6 +152,22 @@ def test_a_drain_is_told_at_once_and_in_every_heartbeat(link: ProxyLink, proxy: 
     assert link.tick(0.7) == ()
     proxy.ack(True, 0.7)
     assert link.tick(1.6) == (draining,)
+
+
+@pytest.mark.parametrize("new", [{"met": True}, {"role": Role.MIXED}], ids=str)
+def test_what_is_new_before_the_registration_is_answered_is_told_at_once_after_it(
+    link: ProxyLink, proxy: Proxy, new: dict[str, Any]
+) -> None:
+    """A proxy names the nodes to meet before it answers the registration that it answers with them."""
+    proxy.welcome(greeting(link, 0.0), 0.0)
+    assert link.tick(0.0) == (REGISTER,)
+    if "met" in new:
+        link.met(0.1)
+    else:
+        link.announce(new["role"], 0.1)
+    assert link.tick(0.1) == ()
+    proxy.ack(True, 0.2)
+    assert link.tick(0.2) == (msgspec.structs.replace(HEARTBEAT, **new),)
 
 
 def test_a_node_that_registers_again_while_it_drains_says_so_at_once(link: ProxyLink, proxy: Proxy) -> None:

@@ -218,6 +218,8 @@ class ProxyLink:
         self.to_meet: tuple[PrefillTarget, ...] = ()
         """The nodes that this one is to connect to, as the proxy has said last."""
         self._met = False
+        self._registration: Register | None = None
+        """What was sent last to register."""
         self._role: Role | None = None
         """The present role; None if it is still that of the start."""
         self._node = node
@@ -302,7 +304,8 @@ class ProxyLink:
                 return (NodeHello(self._node.boot_id, self._nonce, SPOKEN.newest, SPOKEN.oldest),)
             case RegistrationState.ANNOUNCING:
                 self.state = RegistrationState.GREETING  # again, unless it is acknowledged
-                return (Register(self._node, self._met),)
+                self._registration = Register(self._node, self._met)
+                return (self._registration,)
             case RegistrationState.REGISTERED:
                 self._unanswered += 1
                 known = self._all_proxies()
@@ -350,9 +353,10 @@ class ProxyLink:
             self._heard_s, self._unanswered = now, 0
             self.known_role = ack.role
             if self.state is not RegistrationState.REGISTERED:
-                # If it drains, the registration did not say so.
+                # A registration never says that the node drains, and may be older than what the node has to say now.
+                said_all = not self._draining and self._registration == Register(self._node, self._met)
                 sooner_s = self._heartbeat_s * self._chance()
-                self._due_s = now if self._draining else max(now, self._due_s - sooner_s)
+                self._due_s = max(now, self._due_s - sooner_s) if said_all else now
             self.state = RegistrationState.REGISTERED
             self.refusal = ""
         elif not ack.known and self.state is RegistrationState.REGISTERED:
