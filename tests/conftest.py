@@ -81,6 +81,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_finish() -> None:
     # Libraries and tests are a million objects that live to the end. No collection need look at them.
     gc.freeze()
+    # What tests leave is little. With Python's own number, 700, looking for it takes a twenty-fifth of their time.
+    gc.set_threshold(10_000, 10, 10)
     gc.enable()
 
 
