@@ -12,7 +12,15 @@ import pytest
 from pdserve.config import Switch, TransferConfig
 from pdserve.wire.ids import TransferId
 from pdserve.wire.sampling_params import SampledToken
-from pdserve_kvtransfer.events import BlocksReleased, FailureKind, FetchFailed, FetchLanded, PushEnded, PushWanted
+from pdserve_kvtransfer.events import (
+    BlocksReleased,
+    FailureKind,
+    FetchFailed,
+    FetchLanded,
+    PeersMet,
+    PushEnded,
+    PushWanted,
+)
 from pdserve_kvtransfer.transport import Transport
 from pdserve_kvtransfer.ucx.ucx_transport import UcxTransport
 from pdserve_kvtransfer.ucx.ucxx_poster import UcxxPoster
@@ -69,6 +77,10 @@ def nothing_else_lands(fault: Fault, config: TransferConfig, make: Callable[[], 
         engine(config=config, transport=bad if at_receiver else None, num_blocks=blocks) as decode,
     ):
         rig = Pair(prefill, decode)
+        # Where a busy machine takes longer for the handshake than a lease, all fetches would fail before any block.
+        decode.thread.meet(1, (rig.target,))
+        while not isinstance(decode.take(), PeersMet):
+            pass
         source = (5, 2)
         sent = prefill.fill(*source)
         places: dict[TransferId, tuple[int, ...]] = {}
