@@ -140,13 +140,10 @@ class AttemptRule:
         """Until when the request waits; None as long as it has had no reason to wait."""
 
     def next(self, choose: Callable[[frozenset[bytes]], Route], now_s: float) -> Route | Wait | GiveUp:
-        """Returns what to do now. The caller calls ``give_up`` if it has waited and there is still no node.
+        """Returns what to do after a failure. The caller calls ``give_up`` if it has waited and there is still no node.
 
-        ``choose`` returns a route without the nodes of these boot ids, and raises RequestError if there is none. That
-        error is the client's if no node was asked yet.
+        ``choose`` returns a route without the nodes of these boot ids, and raises RequestError if there is none.
         """
-        if not self.attempts:
-            return choose(self._tried)
         if len(self._losses) >= MAX_LOSSES or self.attempts >= MAX_ATTEMPTS:
             return self.give_up()
         with suppress(RequestError):
