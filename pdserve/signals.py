@@ -1,4 +1,4 @@
-"""Turns signals into events of a process's asyncio loop.
+"""Turns signals into events of a process's asyncio loop, or into an exception where no loop runs.
 
 The first SIGTERM or SIGINT asks a process to drain, and a second one to hurry. SIGHUP makes a process read its files of
 secrets, keys and certificates again, without a restart.
@@ -13,6 +13,7 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import FrameType
 
 from pdserve.errors import ConfigError
 
@@ -55,6 +56,21 @@ def stop_signals(*others: signal.Signals, apart_s: float = 0.0) -> Iterator[Stop
     finally:
         for number in numbers:
             loop.remove_signal_handler(number)
+
+
+@contextmanager
+def ended_in_order() -> Iterator[None]:
+    """Has SIGTERM and SIGHUP end the block as SystemExit, so that what it has started is ended, too."""
+
+    def end(number: int, _: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import sys
 import urllib.request
 from pathlib import Path
@@ -155,6 +156,29 @@ def test_a_node_that_cannot_start_stops_everything_and_says_why(tmp_path: Path) 
         assert up.wait(90) == 1
         assert re.search(r"(prefill|decode)-0 ended with status 1; its last lines:", up.output)
         assert str(model) in up.output
+    wait_until_gone(str(tmp_path))
+
+
+def test_what_is_stopped_before_its_nodes_start_leaves_no_compiler(tmp_path: Path) -> None:
+    """As a first start, which compiles while it fetches its model. The hub never answers here."""
+    compiler, compiles = tmp_path / "programs" / "g++", tmp_path / "compiles"
+    compiler.parent.mkdir()
+    compiler.write_text(f'#!/bin/sh\n[ "$1" = --version ] && exec echo one\necho > {compiles}\nexec sleep 60\n')
+    compiler.chmod(0o755)
+    with socket.create_server(("127.0.0.1", 0)) as hub:
+        environ = {
+            "PATH": f"{compiler.parent}:{os.environ['PATH']}",
+            "XDG_CACHE_HOME": str(tmp_path / "cache"),
+            "XDG_STATE_HOME": str(tmp_path),
+            "HF_HUB_CACHE": str(tmp_path / "hub"),
+            "HF_HUB_OFFLINE": "",
+            "HF_ENDPOINT": f"http://127.0.0.1:{hub.getsockname()[1]}",
+            "PDSERVE_DEVICE": "cpu",
+        }
+        with pdserve("up", *SMALL, "--model", "somebody/something", **environ) as up:
+            eventually(compiles.exists, "the compiler is at work")
+            up.terminate()
+            assert up.wait(60) == 128 + signal.SIGTERM, up.output
     wait_until_gone(str(tmp_path))
 
 

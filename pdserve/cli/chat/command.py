@@ -13,7 +13,7 @@ import termios
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Self
 from urllib.parse import urlsplit
 
@@ -39,6 +39,7 @@ from pdserve.process import pdserve_command
 from pdserve.serving import LONGEST_START_S, ClusterChild
 from pdserve.settings import load_with_file, state_folder
 from pdserve.settings.setting import settings_of, to_text
+from pdserve.signals import ended_in_order
 from pdserve_proxy.credentials import read_api_keys
 
 END_S = 30.0
@@ -181,7 +182,7 @@ def run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     Raises ConfigError, AskFailed if the server does not answer the one message or is not there, and ClusterFailed.
     """
     config, file = load_with_file(ChatConfig, chat_flags(argv), environ, prog="pdserve chat", description=_DESCRIPTION)
-    with _ended_in_order():
+    with ended_in_order(), _interrupted_by_ctrl_c():
         try:
             url = base_url(config.talk.url) if config.talk.url else ""
             question = config.cluster.ask or ("" if _in_terminal() else _standard_input())
@@ -214,23 +215,16 @@ def _key(talk: TalkConfig) -> str:
 
 
 @contextmanager
-def _ended_in_order() -> Iterator[None]:
-    """Has SIGTERM and SIGHUP end the block as an exception, so that the cluster and the terminal are put in order.
-
-    In a terminal, SIGINT is Ctrl-C, also where whoever started this program ignores it.
-    """
-
-    def end(number: int, frame: FrameType | None) -> None:
-        raise SystemExit(128 + number)
-
-    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
-    if _in_terminal():
-        before[signal.SIGINT] = signal.signal(signal.SIGINT, signal.default_int_handler)
+def _interrupted_by_ctrl_c() -> Iterator[None]:
+    """In a terminal, SIGINT is Ctrl-C, also where whoever started this program ignores it."""
+    if not _in_terminal():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        signal.signal(signal.SIGINT, before)
 
 
 def _talk_to_own(config: ChatConfig, environ: Mapping[str, str], question: str, file: str) -> int:

@@ -34,7 +34,7 @@ from pdserve.models.sizes import GPU_SHARE
 from pdserve.process import ChildDied
 from pdserve.serving import ClusterReport
 from pdserve.settings import cache_folder, load, load_with_file, resolve_secret, state_folder, with_current_names
-from pdserve.signals import stop_signals
+from pdserve.signals import ended_in_order, stop_signals
 from pdserve_proxy.credentials import ApiKeys, read_admin_keys, read_api_keys
 from pdserve_proxy.status.access import StatusAccess
 
@@ -57,7 +57,7 @@ def run(argv: Sequence[str], environ: Mapping[str, str], *, prog: str = "pdserve
     secret = _secret(config, environ)
     cache_dir = cache_folder(environ)
     node = load(NodeConfig, [], child_environ(config, environ, secret, file), prog="pdserve decode")
-    with compiling_kernels(node, cache_dir) as compiling, private_ledger() as ledger:
+    with ended_in_order(), compiling_kernels(node, cache_dir) as compiling, private_ledger() as ledger:
         found = find_model(config.model, environ)
         name = config.model.served_model_name or found.name
         config = replace(config, model=replace(config.model, path=str(found.path), served_model_name=name))
