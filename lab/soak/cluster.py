@@ -130,13 +130,11 @@ class Server:
     def url(self) -> str:
         return self.process.url
 
-    @property
-    def group(self) -> int:
-        """The process group of the server and all that it has started."""
-        return self.process.pid
-
     def members(self) -> dict[str, int]:
-        """Returns the process ids of the server and its children, by names that say what they are."""
+        """Returns the process ids of the server and all that it has started, by names that say what they are.
+
+        An engine is in a session of its own, so no process group has them all.
+        """
         found = {self.name: self.process.pid}
         waiting = [self.process.pid]
         while waiting:

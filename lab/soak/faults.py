@@ -14,7 +14,7 @@ import random
 import shutil
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from urllib.parse import urlsplit
@@ -27,6 +27,8 @@ from pdserve.wire.discovery import Role
 RECOVERY_S = 120.0
 """The cluster has to be whole again within this time after a fault is over."""
 _ASKING_S = 0.25
+SHORT_S = (0.3, 1.5, 3.5)
+"""A node whose engine shows no life for longer, by default five seconds, ends itself."""
 _SETTLING_S = 2.0
 """A fault explains what its server's clients see for so long after it is over."""
 
@@ -38,6 +40,7 @@ class Fault(enum.Enum):
     KILL_ENGINE = "engine killed"
     STOP = "stopped for a while"
     STOP_ENGINE = "engine stopped for a while"
+    HANG_ENGINE = "engine stopped for ever"
     STOP_API = "API process stopped for a while"
     STOP_KILL = "stopped, then killed"
     DRAIN = "drained (SIGTERM)"
@@ -47,7 +50,7 @@ class Fault(enum.Enum):
     CUT_TRANSFERS = "transfers' connections cut"
 
 
-ENDING = frozenset({Fault.KILL, Fault.KILL_ENGINE, Fault.STOP_KILL, Fault.DRAIN})
+ENDING = frozenset({Fault.KILL, Fault.KILL_ENGINE, Fault.HANG_ENGINE, Fault.STOP_KILL, Fault.DRAIN})
 """Faults that end the process. Old servers are spared these."""
 KILLS = ENDING - {Fault.DRAIN}
 LOSING = KILLS | {Fault.STOP, Fault.STOP_ENGINE, Fault.STOP_API, Fault.CUT, Fault.CUT_TRANSFERS}
@@ -59,6 +62,7 @@ OF_NODES: Mapping[Fault, int] = {
     Fault.KILL_ENGINE: 2,
     Fault.STOP: 3,
     Fault.STOP_ENGINE: 2,
+    Fault.HANG_ENGINE: 1,
     Fault.STOP_API: 2,
     Fault.STOP_KILL: 2,
     Fault.DRAIN: 3,
@@ -169,7 +173,6 @@ class FaultSchedule:
             strike.whole = time.monotonic()
 
     async def _strike(self, session: aiohttp.ClientSession, fault: Fault, server: Server) -> None:
-        group = -server.group
         match fault:
             case Fault.KILL:
                 server.expect_end(-signal.SIGKILL)
@@ -184,17 +187,22 @@ class FaultSchedule:
                 await asyncio.wait_for(server.ended(), RECOVERY_S)
             case Fault.STOP_KILL:
                 server.expect_end(-signal.SIGKILL)
-                await self._stopped(group, self._long())
+                await self._stopped(server.members().values(), self._long())
                 server.process.kill()
             case Fault.STOP:
-                await self._stopped(group, self._long())
+                await self._stopped(server.members().values(), self._long())
             case Fault.STOP_ENGINE:
-                await self._stopped(server.engine, self._long())
+                await self._stopped([server.engine], self._dice.choice(SHORT_S))
+            case Fault.HANG_ENGINE:
+                engine = server.engine
+                server.expect_end(LOST_ENGINE)
+                _signal(engine, signal.SIGSTOP)
+                await asyncio.wait_for(server.ended(), RECOVERY_S)
             case Fault.STOP_API:
-                await self._stopped(server.process.pid, self._long())
+                await self._stopped([server.process.pid], self._long())
             case Fault.STUTTER:
                 for _ in range(self._dice.randint(10, 40)):
-                    await self._stopped(group, 0.12)
+                    await self._stopped(server.members().values(), 0.12)
                     await asyncio.sleep(0.06)
             case Fault.ROLE:
                 await self._cluster.set_role(session, server, OTHER[server.part])
@@ -216,16 +224,19 @@ class FaultSchedule:
             await asyncio.sleep(self._dice.uniform(0.0, 0.5))
 
     def _long(self) -> float:
-        """Returns a time that may outlast leases."""
-        return self._dice.choice((0.3, 1.5, 3.5, 6.0, 9.0))
+        """Returns a time that may outlast leases, for a process that nobody ends meanwhile."""
+        return self._dice.choice((*SHORT_S, 6.0, 9.0))
 
-    async def _stopped(self, pid: int, for_s: float) -> None:
-        """Stops a process, or with a negative number a group, for a while."""
-        _signal(pid, signal.SIGSTOP)
+    async def _stopped(self, pids: Iterable[int], for_s: float) -> None:
+        """Stops processes for a while."""
+        stopped = tuple(pids)
+        for pid in stopped:
+            _signal(pid, signal.SIGSTOP)
         try:
             await asyncio.sleep(for_s)
         finally:
-            _signal(pid, signal.SIGCONT)
+            for pid in stopped:
+                _signal(pid, signal.SIGCONT)
 
     async def _until_back(self, session: aiohttp.ClientSession, server: Server) -> None:
         while True:

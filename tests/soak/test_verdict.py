@@ -250,13 +250,16 @@ async def test_a_server_has_to_end_as_its_fault_makes_it(
 
 
 async def test_a_schedule_that_is_cancelled_lets_a_slowed_server_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    stopped, sent = asyncio.Event(), list[signal.Signals]()
+    stopped, sent = asyncio.Event(), list[tuple[int, signal.Signals]]()
 
     def send(pid: int, number: signal.Signals) -> None:
-        sent.append(number)
+        sent.append((pid, number))
         stopped.set()
 
-    server = cast(Server, SimpleNamespace(name="decode-1", part=Part.DECODE, group=7))
+    server = cast(
+        Server,
+        SimpleNamespace(name="decode-1", part=Part.DECODE, members=lambda: {"decode-1": 7, "decode-1 engine": 8}),
+    )
     faults = FaultSchedule(cast(SoakCluster, None), seed=1, pause_s=0.001, began=0.0)
     chosen = iter([(server, Fault.STUTTER)])
     monkeypatch.setattr(faults, "_choose", lambda: next(chosen, None))
@@ -267,5 +270,5 @@ async def test_a_schedule_that_is_cancelled_lets_a_slowed_server_go_on(monkeypat
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
-    assert sent == [signal.SIGSTOP, signal.SIGCONT]
+    assert sent == [(pid, number) for number in (signal.SIGSTOP, signal.SIGCONT) for pid in (7, 8)]
     assert faults.strikes[0].whole
