@@ -20,6 +20,7 @@ from pdserve.models.families.settings import (
     gated,
     gated_expert,
     growing,
+    in_one_tensor,
 )
 from pdserve.models.recipe import (
     AttentionRecipe,
@@ -554,22 +555,18 @@ class Mistral4Settings(LatentSettings, kw_only=True):
         if index < self.first_k_dense_replace:
             return self.mlp()
         channels = self.moe_intermediate_size
-        expert = replace(gated_expert(channels), fused="mlp.experts.{}.gate_up_proj")
-        return ExpertsRecipe(
+        experts = ExpertsRecipe(
             self.n_routed_experts,
             self.num_experts_per_tok,
-            expert,
+            gated_expert(channels),
             normalised=self.norm_topk_prob,
             groups=self.n_group,
             chosen_groups=self.topk_group,
             scale=self.routed_scaling_factor,
             smallest_sum=1e-20,
             shared=gated("mlp.shared_experts", channels * self.n_shared_experts),
-            stacked=(
-                ("mlp.experts.gate_up_proj", "mlp.experts.{}.gate_up_proj.weight"),
-                ("mlp.experts.down_proj", "mlp.experts.{}.down_proj.weight"),
-            ),
         )
+        return in_one_tensor(experts)
 
 
 class DeltaSettings(msgspec.Struct, forbid_unknown_fields=True):

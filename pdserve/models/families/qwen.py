@@ -20,6 +20,7 @@ from pdserve.models.families.settings import (
     FamilySettings,
     gated,
     gated_expert,
+    in_one_tensor,
     windows_of,
 )
 from pdserve.models.recipe import (
@@ -31,7 +32,6 @@ from pdserve.models.recipe import (
     GateRecipe,
     HeadNorm,
     LayerRecipe,
-    MlpRecipe,
     ModelRecipe,
     Norm,
 )
@@ -197,10 +197,8 @@ class Qwen3VlMoeTextSettings(Qwen3MoeSettings, kw_only=True):
         part = super().feed_forward(index)
         if not isinstance(part, ExpertsRecipe):
             return part
-        fused, down = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
-        expert = MlpRecipe(self.moe_intermediate_size, fused=f"{fused}.{{}}", down=f"{down}.{{}}", transposed=True)
-        stacked = tuple((name, f"{name}.{{}}.weight") for name in (fused, down))
-        return replace(part, expert=expert, normalised=True, stacked=stacked, turned_by_shape=True)
+        part = in_one_tensor(part)
+        return replace(part, expert=replace(part.expert, transposed=True), normalised=True, turned_by_shape=True)
 
 
 LINEAR = "linear_attention"
@@ -338,7 +336,4 @@ class Qwen35MoeSettings(Qwen3NextSettings, kw_only=True):
 
     def feed_forward(self, index: int) -> FeedForwardRecipe:
         usual = self.experts()
-        fused, down = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"
-        expert = MlpRecipe(self.moe_intermediate_size, fused=f"{fused}.{{}}", down=f"{down}.{{}}")
-        stacked = tuple((name, f"{name}.{{}}.weight") for name in (fused, down))
-        return replace(usual, expert=expert, apart=usual.expert, normalised=True, stacked=stacked)
+        return replace(in_one_tensor(usual), apart=usual.expert, normalised=True)

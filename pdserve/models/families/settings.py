@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Annotated, ClassVar
 
 import msgspec
@@ -17,6 +18,7 @@ from pdserve.errors import ModelError
 from pdserve.models.recipe import (
     AttentionRecipe,
     DraftRecipe,
+    ExpertsRecipe,
     FeedForwardRecipe,
     HeadNorm,
     LayerRecipe,
@@ -106,6 +108,13 @@ def gated(prefix: str, channels: int, *, biased: bool = False) -> MlpRecipe:
 def gated_expert(channels: int) -> MlpRecipe:
     """Returns an expert with the usual names."""
     return gated("mlp.experts.{}", channels)
+
+
+def in_one_tensor(experts: ExpertsRecipe, part: str = "mlp.experts") -> ExpertsRecipe:
+    """Returns experts of which two tensors of ``part`` hold all of a layer: gates with ups, and downs."""
+    fused, down = f"{part}.gate_up_proj", f"{part}.down_proj"
+    expert = MlpRecipe(experts.expert.channels, fused=f"{fused}.{{}}", down=f"{down}.{{}}")
+    return replace(experts, expert=expert, stacked=tuple((name, f"{name}.{{}}.weight") for name in (fused, down)))
 
 
 def draft_layer(layer: LayerRecipe, index: int) -> DraftRecipe:
