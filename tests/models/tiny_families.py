@@ -46,6 +46,7 @@ LAGUNA["rope_parameters"] = {
 CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0}
 """Bounds that many scores and logits of a random model come near."""
 GRANITE = {"attention_multiplier": 0.2, "embedding_multiplier": 3.0, "residual_multiplier": 0.7, "logits_scaling": 2.0}
+SWASH: dict[str, Any] = HEADS | GRANITE | {"sliding_window": WINDOW}
 LONG_ROPE: dict[str, Any] = {
     "rope_type": "longrope",
     "rope_theta": 10_000.0,
@@ -282,6 +283,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         HEADS | GRANITE | {"num_local_experts": 6, "num_experts_per_tok": 3, "shared_intermediate_size": 36},
     ),
     "granitemoe-not-shared": ("granitemoeshared", HEADS | GRANITE | {"num_local_experts": 6}),
+    "granite-swash": ("granite_swa", SWASH | {"layer_rope_theta": [0, 9000.0, 70_000.0]}),
+    "granitemoe-swash": (
+        "granitemoe_swa",
+        SWASH
+        | {"num_local_experts": 6, "num_experts_per_tok": 3, "shared_intermediate_size": 36, "layer_types": KINDS},
+    ),
     "smollm3": ("smollm3", HEADS | {"no_rope_layers": [1, 0, 1]}),
     "smollm3-window": (
         "smollm3",
@@ -372,7 +379,7 @@ def save_tiny(case: str, folder: Path, **changes: object) -> Path:
         if "correction" in name:
             # Some corrected scores are below 0.
             torch.nn.init.uniform_(tensor.data, -1.5, 1.5)
-        elif tensor.is_floating_point() and name.endswith("bias") and "dt_" not in name:
+        elif tensor.is_floating_point() and name.endswith(("bias", "sinks")) and "dt_" not in name:
             # Large ones of one sign would give every position the same token.
             torch.nn.init.uniform_(tensor.data, -0.3, 0.3)
         elif tensor.is_floating_point() and (name.endswith(("bias", "scale", "layer_scalar")) or "norm" in name):

@@ -24,6 +24,7 @@ from pdserve.models.families.settings import (
     gated,
     gated_expert,
     growing,
+    in_one_tensor,
     windows_of,
 )
 from pdserve.models.recipe import (
@@ -301,6 +302,61 @@ class GraniteMoeSharedSettings(GraniteMoeSettings, kw_only=True):
         channels = self.shared_intermediate_size
         shared = MlpRecipe(channels, fused="shared_mlp.input_linear", down="shared_mlp.output_linear")
         return replace(part, shared=shared)
+
+
+class GraniteMoeSwaSettings(GraniteMoeSharedSettings, kw_only=True):
+    """Three layers in four see a window, all have sinks, and each may have a base of frequencies of its own."""
+
+    models: ClassVar[str] = "Granite Swash 3B A600M"
+    sliding_window: Count | None = 128
+    layer_types: list[str] | None = None
+    layer_rope_theta: list[float] | None = None
+    """0 for a layer that does not know positions."""
+
+    def check(self) -> None:
+        super().check()
+        if self.layer_rope_theta is not None and len(self.layer_rope_theta) != self.num_hidden_layers:
+            raise ModelError(f"layer_rope_theta must have a number for each of {self.num_hidden_layers} layers")
+
+    def windows(self) -> tuple[int | None, ...]:
+        usual = [SLIDING if index % 4 else FULL for index in range(self.num_hidden_layers)]
+        return windows_of(self.layer_types, usual, self.num_hidden_layers, self.sliding_window)
+
+    def rotary_of_layer(self, index: int) -> Rotary | None:
+        if self.layer_rope_theta is None:
+            return self.rotary()
+        theta = self.layer_rope_theta[index]
+        return replace(self.rotary(), theta=theta) if theta else None
+
+    def attention(self, index: int) -> AttentionRecipe:
+        return replace(super().attention(index), sinks="self_attn.sinks")
+
+    def feed_forward(self, index: int) -> FeedForwardRecipe:
+        part = super().feed_forward(index)
+        assert isinstance(part, ExpertsRecipe)
+        return replace(in_one_tensor(part, "block_sparse_moe.experts"), router="block_sparse_moe.router")
+
+
+class GraniteSwaSettings(GraniteMoeSwaSettings, kw_only=True):
+    """The same without experts."""
+
+    models: ClassVar[str] = "Granite Swash 2B"
+    vocab_size: Count = 100_352
+    hidden_size: Count = 2560
+    intermediate_size: Count = 8192
+    num_hidden_layers: Count = 24
+    num_attention_heads: Count = 20
+    num_key_value_heads: Count | None = 4
+    max_position_embeddings: Count = 8192
+    rms_norm_eps: float = 1e-5
+    eos_token_id: int | list[int] | None = 100_257
+    tie_word_embeddings: bool = True
+
+    def biases(self) -> frozenset[str]:
+        return FamilySettings.biases(self)
+
+    def feed_forward(self, index: int) -> FeedForwardRecipe:
+        return self.mlp()
 
 
 class HyperClovaXSettings(GraniteSettings, kw_only=True):
