@@ -21,6 +21,7 @@ from pdserve.models.families.settings import (
     gated_expert,
     growing,
     in_one_tensor,
+    renamed_in_layers,
 )
 from pdserve.models.recipe import (
     AttentionRecipe,
@@ -693,12 +694,7 @@ class KimiLinearSettings(LatentSettings, kw_only=True):
 
     def recipe(self) -> ModelRecipe:
         # The released files have this name for layers with experts, and those that transformers writes for all.
-        return replace(super().recipe(), renamed=self._renamed("block_sparse_moe", "mlp"))
-
-    def _renamed(self, stored: str, own: str) -> tuple[tuple[str, str], ...]:
-        """Returns ``ModelRecipe.renamed`` for a part of each layer."""
-        prefixes = [f"model.layers.{index}." for index in range(self.num_hidden_layers)]
-        return tuple((f"{prefix}{stored}.", f"{prefix}{own}.") for prefix in prefixes)
+        return replace(super().recipe(), renamed=renamed_in_layers(len(self.layers()), "block_sparse_moe", "mlp"))
 
 
 class BailingHybridSettings(KimiLinearSettings, kw_only=True):
@@ -774,7 +770,10 @@ class BailingHybridSettings(KimiLinearSettings, kw_only=True):
     def recipe(self) -> ModelRecipe:
         return replace(
             super().recipe(),
-            renamed=(("model.word_embeddings.", "model.embed_tokens."), *self._renamed("attention", "self_attn")),
+            renamed=(
+                ("model.word_embeddings.", "model.embed_tokens."),
+                *renamed_in_layers(self.num_hidden_layers, "attention", "self_attn"),
+            ),
             unused=(f"model.layers.{self.num_hidden_layers}.",),
         )
 

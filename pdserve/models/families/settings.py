@@ -110,6 +110,12 @@ def gated_expert(channels: int) -> MlpRecipe:
     return gated("mlp.experts.{}", channels)
 
 
+def renamed_in_layers(layers: int, stored: str, own: str) -> tuple[tuple[str, str], ...]:
+    """Returns ``ModelRecipe.renamed`` for the part ``stored`` of each layer, which a recipe calls ``own``."""
+    prefixes = [f"model.layers.{index}." for index in range(layers)]
+    return tuple((f"{prefix}{stored}.", f"{prefix}{own}.") for prefix in prefixes)
+
+
 def in_one_tensor(experts: ExpertsRecipe, part: str = "mlp.experts") -> ExpertsRecipe:
     """Returns experts of which two tensors of ``part`` hold all of a layer: gates with ups, and downs."""
     fused, down = f"{part}.gate_up_proj", f"{part}.down_proj"
