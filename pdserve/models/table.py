@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import msgspec
 
 from pdserve.errors import ModelError
-from pdserve.models.families.cohere import Cohere2Settings, CohereSettings
+from pdserve.models.families.cohere import Cohere2MoeSettings, Cohere2Settings, CohereSettings
 from pdserve.models.families.deepseek import (
     AxK1Settings,
     BailingHybridSettings,
@@ -173,6 +173,7 @@ FAMILIES: dict[str, type[FamilySettings]] = {
     "flex_olmo": FlexOlmoSettings,
     "cohere": CohereSettings,
     "cohere2": Cohere2Settings,
+    "cohere2_moe": Cohere2MoeSettings,
     "granite": GraniteSettings,
     "granitemoe": GraniteMoeSettings,
     "granitemoeshared": GraniteMoeSharedSettings,

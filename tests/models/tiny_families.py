@@ -276,6 +276,19 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere": ("cohere", HEADS),
     "cohere-normed": ("cohere", HEADS | {"use_qk_norm": True}),
     "cohere2": ("cohere2", HEADS | {"sliding_window": WINDOW, "layer_types": KINDS}),
+    "cohere2-moe": (
+        "cohere2_moe",
+        SHAPE | EXPERTS | {"sliding_window": WINDOW, "num_shared_experts": 2, "first_k_dense_replace": 1},
+    ),
+    "cohere2-moe-sigmoid": (
+        "cohere2_moe",
+        SHAPE
+        | EXPERTS
+        | {"sliding_window": WINDOW, "num_shared_experts": 1, "shared_expert_combination_strategy": "sum"}
+        | {"expert_selection_fn": "sigmoid", "rms_norm_eps": 1e-4, "layer_types": KINDS}
+        | {"mlp_layer_types": ["sparse", "dense", "sparse"], "prefix_dense_sliding_window_pattern": 2}
+        | {"prefix_dense_intermediate_size": 40},
+    ),
     "granite": ("granite", HEADS | GRANITE),
     "granitemoe": ("granitemoe", HEADS | GRANITE | {"num_local_experts": 6, "num_experts_per_tok": 3}),
     "granitemoe-shared": (
