@@ -22,7 +22,7 @@ from pdserve.models.families.deepseek import (
     SarvamMlaSettings,
     YoutuSettings,
 )
-from pdserve.models.families.exaone import Exaone4Settings, ExaoneMoeSettings, ExaoneSettings
+from pdserve.models.families.exaone import Exaone4Settings, ExaoneMoeSettings, ExaoneSettings, KolibriSettings
 from pdserve.models.families.gemma import (
     Gemma2Settings,
     Gemma3Settings,
@@ -183,6 +183,7 @@ FAMILIES: dict[str, type[FamilySettings]] = {
     "exaone": ExaoneSettings,
     "exaone4": Exaone4Settings,
     "exaone_moe": ExaoneMoeSettings,
+    "kolibri1": KolibriSettings,
     "seed_oss": SeedOssSettings,
     "ernie4_5": ErnieSettings,
     "ernie4_5_moe": ErnieMoeSettings,

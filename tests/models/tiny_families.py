@@ -316,6 +316,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "num_shared_experts": 2}
         | {"n_group": 4, "topk_group": 2, "sliding_window": WINDOW, "layer_types": KINDS},
     ),
+    "kolibri": (
+        "kolibri1",
+        SHAPE
+        | EXPERTS
+        | {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 36, "norm_topk_prob": True}
+        | {"sliding_window": WINDOW, "layer_types": KINDS},
+    ),
     "hy3": ("hy_v3", HY3),
     "iquest-coder": ("iquestcoder", SHAPE),
     "laguna": ("laguna", LAGUNA),

@@ -1,4 +1,7 @@
-"""LG's EXAONE 3, a Llama with other names, EXAONE 4 with norms behind each part, and K-EXAONE with experts."""
+"""LG's EXAONE 3, a Llama with other names, EXAONE 4 with norms behind each part, and K-EXAONE with experts.
+
+And Kolibri, with EXAONE 4's attention.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,20 @@ from typing import ClassVar
 
 from pdserve.models.families.deepseek import DENSE, check_kinds, routed
 from pdserve.models.families.olmo import NORMS_BEHIND
-from pdserve.models.families.settings import FULL, NONE, SLIDING, Count, FamilySettings, windows_of
+from pdserve.models.families.settings import (
+    FULL,
+    NONE,
+    SLIDING,
+    Count,
+    FamilySettings,
+    check_experts,
+    gated,
+    gated_expert,
+    windows_of,
+)
 from pdserve.models.recipe import (
     AttentionRecipe,
+    ExpertsRecipe,
     FeedForwardRecipe,
     LayerRecipe,
     MlpRecipe,
@@ -17,6 +31,7 @@ from pdserve.models.recipe import (
     NormOrder,
     Rotary,
 )
+from pdserve_kernels.feed_forward import Scoring
 
 
 class ExaoneSettings(FamilySettings, kw_only=True):
@@ -132,3 +147,53 @@ class ExaoneMoeSettings(Exaone4Settings, kw_only=True):
 
     def recipe(self) -> ModelRecipe:
         return replace(super().recipe(), unused=("mtp.",))
+
+
+class KolibriSettings(Exaone4Settings, kw_only=True):
+    """Aleph Alpha's Kolibri: four norms, and experts that are chosen by corrected outputs of the router."""
+
+    models: ClassVar[str] = "Kolibri 1"
+    vocab_size: Count = 128_000
+    hidden_size: Count = 2560
+    num_hidden_layers: Count = 50
+    num_attention_heads: Count = 48
+    num_key_value_heads: Count | None = 4
+    head_dim: Count | None = 128
+    max_position_embeddings: Count = 262_144
+    rms_norm_eps: float = 1e-6
+    eos_token_id: int | list[int] | None = None
+    sliding_window: Count | None = 513
+    num_experts: Count = 384
+    num_local_experts: Count | None = None
+    """What newer files call ``num_experts``."""
+    num_experts_per_tok: Count = 6
+    moe_intermediate_size: Count = 512
+    shared_expert_intermediate_size: Count = 512
+    norm_topk_prob: bool = False
+
+    def __post_init__(self) -> None:
+        self.num_experts = self.num_local_experts or self.num_experts
+
+    def check(self) -> None:
+        super().check()
+        check_experts(self.num_experts_per_tok, self.num_experts)
+
+    def windows(self) -> tuple[int | None, ...]:
+        usual = [SLIDING if (index + 1) % 5 else FULL for index in range(self.num_hidden_layers)]
+        return windows_of(self.layer_types, usual, self.num_hidden_layers, self.sliding_window)
+
+    def feed_forward(self, index: int) -> FeedForwardRecipe:
+        return ExpertsRecipe(
+            self.num_experts,
+            self.num_experts_per_tok,
+            gated_expert(self.moe_intermediate_size),
+            scoring=Scoring.SIGMOID_OF_CHOSEN,
+            normalised=self.norm_topk_prob,
+            correction="moe.router.expert_bias",
+            precise_router=True,
+            shared=gated("mlp.shared_experts", self.shared_expert_intermediate_size),
+        )
+
+    def layer(self, index: int) -> LayerRecipe:
+        norms = ("input_layernorm", "post_attn_norm", "post_attention_layernorm", "post_ffn_norm")
+        return replace(super().layer(index), norms=norms, order=NormOrder.SANDWICH)
