@@ -425,19 +425,22 @@ class DeltaNetRecipe:
     norm: Norm
     """The norm of each value head, whose output is multiplied by ``silu(gate)``."""
     inner: tuple[str, ...] = ("linear_attn.in_proj_qkvz", "linear_attn.in_proj_ba")
-    """The projections to queries, keys, values and gates, and to betas and steps, both by key head; or four apart."""
+    """The projections to queries, keys, values and gates, and to betas and steps, both by key head.
+
+    Or one to queries, keys, values, gates, betas and steps, one after the other; four, of which the first leads to
+    queries, keys and values; or six.
+    """
     tiled: bool = False
     """Whether ``out`` takes the first value head of every key head first, then the second of every one, and so on."""
     conv: str = "linear_attn.conv1d"
+    convs: tuple[str, ...] = ()
+    """The tensors that hold ``conv`` one after the other, if these are several, wherever it is cut."""
+    beta_scale: float = 1.0
+    """What betas are multiplied by. With 2, a state may change the sign of what it has of a key."""
     step_bias: str = "linear_attn.dt_bias"
     log_rate: str = "linear_attn.A_log"
     gated_norm: str = "linear_attn.norm"
     out: str = "linear_attn.out_proj"
-
-    @property
-    def split(self) -> bool:
-        """Whether queries with keys and values, gates, betas and steps have projections of their own."""
-        return len(self.inner) == 4
 
     @property
     def value_heads(self) -> int:

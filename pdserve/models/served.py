@@ -35,7 +35,7 @@ NOT_YET: dict[str, str] = {
         "a second attention in each layer": ("longcat_flash",),
         "a text part in a folder of its own": ("mistral4",),
         "sparse attention": ("deepseek_v4", "minimax_m3_vl"),
-        "linear attention": ("minimax", "olmo_hybrid"),
+        "linear attention": ("minimax",),
         "states": ("recurrent_gemma", "rwkv", "xlstm", "zamba", "zamba2"),
         "low-rank residuals": ("gemma3n", "gemma3n_text"),
     }.items()

@@ -99,7 +99,14 @@ from pdserve.models.families.mamba import (
     MambaSettings,
     NemotronHSettings,
 )
-from pdserve.models.families.olmo import FlexOlmoSettings, Olmo2Settings, Olmo3Settings, OlmoeSettings, OlmoSettings
+from pdserve.models.families.olmo import (
+    FlexOlmoSettings,
+    Olmo2Settings,
+    Olmo3Settings,
+    OlmoeSettings,
+    OlmoHybridSettings,
+    OlmoSettings,
+)
 from pdserve.models.families.phi import Phi3Settings, PhiSettings
 from pdserve.models.families.qwen import (
     Qwen2MoeSettings,
@@ -169,6 +176,7 @@ FAMILIES: dict[str, type[FamilySettings]] = {
     "olmo": OlmoSettings,
     "olmo2": Olmo2Settings,
     "olmo3": Olmo3Settings,
+    "olmo_hybrid": OlmoHybridSettings,
     "olmoe": OlmoeSettings,
     "flex_olmo": FlexOlmoSettings,
     "cohere": CohereSettings,

@@ -380,6 +380,7 @@ WITHOUT_EFFECT = {
     *("use_mambapy", "use_associative_scan"),  # as well
     *("num_nextn_predict_layers", "mtp_layers_block_type"),  # layers that guess further tokens
     *("expand", "n_shared_experts", "moe_shared_expert_overlap"),  # read by nothing
+    *("linear_a_log_min", "linear_a_log_max", "linear_dt_min", "linear_dt_max", "linear_dt_init_floor"),  # for training
     "residual_in_fp32",  # the residual has the numbers of the weights
     "num_logits_to_keep",  # for transformers' own loop
     *("bos_token_id", "pad_token_id", "use_cache"),  # for transformers' own loop and tokenizer

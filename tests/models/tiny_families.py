@@ -87,6 +87,7 @@ DELTA: dict[str, Any] = SHAPE | {
     "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.4},
 }
 STATES = ["linear_attention", FULL, "linear_attention"]
+OLMO_HYBRID: dict[str, Any] = HEADS | {"layer_types": STATES, "pad_token_id": None}
 LFM: dict[str, Any] = HEADS | {"layer_types": ["conv", FULL, "conv"]}
 MAMBA: dict[str, Any] = {"mamba_n_heads": 10, "mamba_d_head": 12, "mamba_d_state": 8}
 FALCON_H1: dict[str, Any] = HEADS | {
@@ -271,6 +272,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "olmo": ("olmo", HEADS),
     "olmo2": ("olmo2", HEADS),
     "olmo3": ("olmo3", HEADS | {"sliding_window": WINDOW, "layer_types": KINDS}),
+    "olmo-hybrid": ("olmo_hybrid", OLMO_HYBRID | {"rope_parameters": {"rope_type": "default", "rope_theta": None}}),
+    "olmo-hybrid-turned": (
+        "olmo_hybrid",
+        OLMO_HYBRID | {"linear_num_key_heads": 2, "linear_value_head_dim": 7, "linear_allow_neg_eigval": False},
+    ),
     "olmoe": ("olmoe", HEADS | EXPERTS),
     "flex-olmo": ("flex_olmo", HEADS | EXPERTS),
     "cohere": ("cohere", HEADS),

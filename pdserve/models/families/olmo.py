@@ -1,10 +1,15 @@
-"""OLMo 1 to 3 and OLMoE: norms without weights, behind each part, and over all heads together."""
+"""OLMo 1 to 3, Hybrid and OLMoE: norms without weights, behind each part, and over all heads together."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import chain
 from typing import ClassVar
 
+import msgspec
+
+from pdserve.errors import ModelError
+from pdserve.models.families.qwen import LINEAR, DeltaNetSettings
 from pdserve.models.families.settings import (
     FULL,
     HEAD_NORMS,
@@ -15,15 +20,18 @@ from pdserve.models.families.settings import (
     FamilySettings,
     RotarySettings,
     gated_expert,
+    renamed_in_layers,
     rotary_of,
     windows_of,
 )
 from pdserve.models.recipe import (
     AttentionRecipe,
+    DeltaNetRecipe,
     ExpertsRecipe,
     FeedForwardRecipe,
     HeadNorm,
     LayerRecipe,
+    ModelRecipe,
     Norm,
     NormKind,
     NormOrder,
@@ -91,6 +99,92 @@ class Olmo3Settings(Olmo2Settings, kw_only=True):
             return rotary_of(own or RotarySettings(), theta, self.max_position_embeddings)
         whole = self.rotary()
         return whole if self.windows()[index] is None else Rotary(whole.theta)
+
+
+class HybridRotary(RotarySettings, kw_only=True):
+    """``rope_parameters`` of an OLMo Hybrid: a base that is null is not one that is left out."""
+
+    rope_theta: float | msgspec.UnsetType | None = msgspec.UNSET  # type: ignore[assignment]
+
+
+class OlmoHybridSettings(DeltaNetSettings, kw_only=True):
+    """Delta nets in most layers, with norms before each part, and OLMo 2's attention in the others.
+
+    No layer knows positions if the base of the frequencies is null, as it is in the released files.
+    """
+
+    models: ClassVar[str] = "OLMo Hybrid 7B"
+    partly_turned: ClassVar[bool] = False
+    turned_part: ClassVar[float] = 1.0
+    inner: ClassVar[tuple[str, ...]] = tuple(f"linear_attn.{name}_proj" for name in "qkvgba")
+    vocab_size: Count = 100_352
+    hidden_size: Count = 3840
+    num_attention_heads: Count = 30
+    head_dim: Count | None = None
+    max_position_embeddings: Count = 65_536
+    eos_token_id: int | list[int] | None = 100_257
+    rope_theta: float | msgspec.UnsetType | None = msgspec.UNSET  # type: ignore[assignment]
+    rope_parameters: HybridRotary | None = None
+    linear_num_key_heads: Count | None = None  # type: ignore[assignment]  # as many as heads unless a file says it
+    linear_num_value_heads: Count | None = None  # type: ignore[assignment]  # as well
+    linear_key_head_dim: Count | None = None  # type: ignore[assignment]  # three quarters of a head's share
+    linear_value_head_dim: Count | None = None  # type: ignore[assignment]  # twice as many
+    linear_allow_neg_eigval: bool = True
+
+    def __post_init__(self) -> None:
+        if self.rope_theta is msgspec.UNSET:
+            self.rope_theta = self.default_theta
+        given = self.rope_parameters
+        if given is not None:
+            self.rope_theta = self.rope_theta if given.rope_theta is msgspec.UNSET else given.rope_theta
+            self.rope_parameters = msgspec.structs.replace(given, rope_theta=self.rope_theta)
+        heads = self.num_attention_heads
+        self.linear_num_key_heads = self.linear_num_key_heads or heads
+        self.linear_num_value_heads = self.linear_num_value_heads or heads
+        self.linear_key_head_dim = self.linear_key_head_dim or int(0.75 * self.hidden_size / self.linear_num_key_heads)
+        self.linear_value_head_dim = self.linear_value_head_dim or 2 * self.linear_key_head_dim
+
+    def check(self) -> None:
+        super().check()
+        if len(set(self.kinds())) == 1:
+            raise ModelError(f"layer_types of an OLMo Hybrid must have both {FULL!r} and {LINEAR!r}")
+
+    def kinds(self) -> list[str]:
+        usual = super().kinds()
+        # A small model has one layer that sees all, too.
+        return usual if self.layer_types is not None or FULL in usual else [*usual[:-1], FULL]
+
+    def biases(self) -> frozenset[str]:
+        return QKVO if self.attention_bias else NONE
+
+    def norm(self) -> Norm:
+        return FamilySettings.norm(self)
+
+    def rotary_of_layer(self, index: int) -> Rotary | None:
+        return None if self.rope_theta is None else self.rotary()
+
+    def attention(self, index: int) -> AttentionRecipe:
+        return replace(FamilySettings.attention(self, index), norms=HeadNorm(self.norm(), *HEAD_NORMS, NormScope.ALL))
+
+    def delta_net(self) -> DeltaNetRecipe:
+        return replace(
+            super().delta_net(),
+            norm=Norm(1e-5),
+            convs=tuple(f"linear_attn.{name}_conv1d" for name in "qkv"),
+            gated_norm="linear_attn.o_norm",
+            out="linear_attn.o_proj",
+            beta_scale=2.0 if self.linear_allow_neg_eigval else 1.0,
+        )
+
+    def layer(self, index: int) -> LayerRecipe:
+        layer = super().layer(index)
+        return layer if layer.attention is None else replace(layer, norms=NORMS_BEHIND, order=NormOrder.POST)
+
+    def recipe(self) -> ModelRecipe:
+        # The names of norms in released files, which transformers also writes for layers with attention.
+        names = {"attention_layer_norm": "input_layernorm", "feedforward_layer_norm": "post_attention_layernorm"}
+        renamed = (renamed_in_layers(self.num_hidden_layers, *each) for each in names.items())
+        return replace(super().recipe(), renamed=tuple(chain.from_iterable(renamed)), draft=None)
 
 
 class OlmoeSettings(FamilySettings, kw_only=True):

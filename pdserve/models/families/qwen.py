@@ -212,6 +212,7 @@ class DeltaNetSettings(FamilySettings, kw_only=True):
     partly_turned: ClassVar[bool] = True
     turned_part: ClassVar[float] = 0.25
     inner: ClassVar[tuple[str, ...]] = ("linear_attn.in_proj_qkvz", "linear_attn.in_proj_ba")
+    layer_kinds: ClassVar[tuple[str, ...]] = (FULL, LINEAR)
     head_dim: Count | None = 256
     max_position_embeddings: Count = 32_768
     eos_token_id: int | list[int] | None = None
@@ -230,10 +231,9 @@ class DeltaNetSettings(FamilySettings, kw_only=True):
                 f"{self.linear_num_value_heads} value heads (linear_num_value_heads) cannot be spread evenly over "
                 f"{self.linear_num_key_heads} key heads"
             )
-        if len(self.kinds()) != self.num_hidden_layers or not set(self.kinds()) <= {FULL, LINEAR}:
-            raise ModelError(
-                f"layer_types must be one of {FULL!r} and {LINEAR!r} for each of {self.num_hidden_layers} layers"
-            )
+        if len(self.kinds()) != self.num_hidden_layers or not set(self.kinds()) <= set(self.layer_kinds):
+            known = " and ".join(map(repr, self.layer_kinds))
+            raise ModelError(f"layer_types must be one of {known} for each of {self.num_hidden_layers} layers")
 
     def kinds(self) -> list[str]:
         """Returns the kind of each layer."""
@@ -275,7 +275,7 @@ class DeltaNetSettings(FamilySettings, kw_only=True):
 
     def layer(self, index: int) -> LayerRecipe:
         layer = super().layer(index)
-        return layer if self.kinds()[index] == FULL else replace(layer, attention=None, mixer=self.delta_net())
+        return replace(layer, attention=None, mixer=self.delta_net()) if self.kinds()[index] == LINEAR else layer
 
 
 class Qwen35Settings(DeltaNetSettings, kw_only=True):

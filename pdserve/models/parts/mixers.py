@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Protocol
 
 import torch
 
+from pdserve.errors import ModelError
 from pdserve.models.checkpoint.decoder_config import FamilyConfig
-from pdserve.models.checkpoint.weights import ALL, Columns, joined_columns
+from pdserve.models.checkpoint.weights import ALL, Columns, Rows, joined_columns
 from pdserve.models.parts.feed_forward import gated
 from pdserve.models.parts.mamba import Mamba, Mamba2
 from pdserve.models.parts.projections import Building, Projection, RowParallel, column_parallel
@@ -91,6 +93,8 @@ class DeltaRule:
     """The activation of gates."""
     least: float | None = None
     """As ``KimiDeltaRecipe.least_decay``."""
+    beta_scale: float = 1.0
+    """As in ``DeltaNetRecipe``."""
 
     def __call__(
         self,
@@ -116,7 +120,7 @@ class DeltaRule:
         found = kernels.gated_delta_rule(
             convolved,
             decays.view(shape if steps.shape == betas.shape else (*shape, key_dim)),
-            kernels.activated(betas, Activation.SIGMOID, gated=False).float().reshape(shape),
+            self._betas(betas).reshape(shape),
             matrices.view(-1, heads, group, key_dim, value_dim),
             runs,
         )
@@ -124,6 +128,11 @@ class DeltaRule:
         normed = kernels.rms_norm(rows, self.norm, self.eps)
         by_gate = gated(kernels, gates.reshape(rows.shape).float(), normed.float(), self.gate)
         return by_gate.to(qkv.dtype).view(*shape, value_dim)
+
+    def _betas(self, betas: torch.Tensor) -> torch.Tensor:
+        """Maps projected betas to fp32 ones, of the same shape."""
+        found = self.kernels.activated(betas, Activation.SIGMOID, gated=False).float()
+        return found if self.beta_scale == 1.0 else found * self.beta_scale
 
     def _decays(self, steps: torch.Tensor) -> torch.Tensor:
         """Maps fp32 steps to the logarithms of decays, of the same shape."""
@@ -146,9 +155,7 @@ class DeltaNet:
         values = slice(keys.start * recipe.group, keys.stop * recipe.group)
         self._heads = len(heads)
         self._inner = column_parallel(building, hidden, _projections(recipe, prefix, heads, values))
-        channels = tuple(chain.from_iterable(_conv_channels(recipe, head) for head in heads))
-        shape = (recipe.conv_channels * recipe.heads, 1, recipe.width)
-        weight = checkpoint.take(f"{prefix}{recipe.conv}.weight", shape, rows=channels)
+        weight = _conv_weight(building, recipe, prefix, heads)
         conv = weight.view(self._heads, -1, recipe.width).permute(2, 0, 1).contiguous()
 
         def of_heads(name: str) -> torch.Tensor:
@@ -156,7 +163,16 @@ class DeltaNet:
 
         bias, rates = of_heads(recipe.step_bias), -of_heads(recipe.log_rate).exp()
         norm = checkpoint.take(f"{prefix}{recipe.gated_norm}.weight", (recipe.value_dim,))
-        self._rule = DeltaRule(building.kernels, conv, bias, rates, norm, recipe.norm.eps, Activation.SILU)
+        self._rule = DeltaRule(
+            building.kernels,
+            conv,
+            bias,
+            rates,
+            norm,
+            recipe.norm.eps,
+            Activation.SILU,
+            beta_scale=recipe.beta_scale,
+        )
         out = (hidden, recipe.value_heads * recipe.value_dim)
         self._out = RowParallel(building, prefix + recipe.out, out, _out_columns(recipe, keys), biased=False)
 
@@ -165,6 +181,10 @@ class DeltaNet:
         of_conv, of_head = recipe.conv_channels, recipe.group * recipe.value_dim
         sizes = [heads * of_conv, heads * of_head, heads * recipe.group, heads * recipe.group]
         qkv, gates, betas, steps = torch.split(self._inner(x), sizes, -1)
+        if len(recipe.inner) == 6:
+            keys = heads * recipe.key_dim
+            parts = torch.split(qkv, [keys, keys, heads * of_head], -1)
+            qkv = torch.cat([part.reshape(tokens, heads, -1) for part in parts], -1)
         by_head = self._rule(qkv.reshape(tokens, heads, of_conv), gates, betas, steps, state, runs)
         return self._out((by_head.transpose(1, 2) if recipe.tiled else by_head).reshape(tokens, -1))
 
@@ -226,7 +246,7 @@ class KimiDelta:
 def _projections(recipe: DeltaNetRecipe, prefix: str, heads: range, values: slice) -> list[Projection]:
     """Returns the projections to queries, keys and values by key head, gates, betas and steps, in this order."""
     group, of_values = recipe.group, recipe.group * recipe.value_dim
-    if not recipe.split:
+    if len(recipe.inner) == 2:
         of_head = recipe.conv_channels + of_values
         mixed = [head * of_head + channel for head in heads for channel in range(recipe.conv_channels)]
         gates = [(head + 1) * of_head - of_values + channel for head in heads for channel in range(of_values)]
@@ -237,14 +257,48 @@ def _projections(recipe: DeltaNetRecipe, prefix: str, heads: range, values: slic
             Projection(prefix + inner, recipe.heads * of_head, tuple(mixed + gates)),
             Projection(prefix + scalars, recipe.heads * 2 * group, tuple(betas + steps)),
         ]
-    qkv, gate, beta, step = recipe.inner
-    channels = tuple(chain.from_iterable(_conv_channels(recipe, head) for head in heads))
-    return [
-        Projection(prefix + qkv, recipe.heads * recipe.conv_channels, channels),
-        Projection(prefix + gate, recipe.value_heads * recipe.value_dim, spread(values, recipe.value_dim)),
-        Projection(prefix + beta, recipe.value_heads, values),
-        Projection(prefix + step, recipe.value_heads, values),
-    ]
+    *mixing, gate, beta, step = recipe.inner if len(recipe.inner) > 1 else recipe.inner * 4
+    keys, all_values = recipe.heads * recipe.key_dim, recipe.value_heads * recipe.value_dim
+    gated, scalar = spread(values, recipe.value_dim), values
+    if len(mixing) == 3:
+        own = spread(slice(heads.start, heads.stop), recipe.key_dim)
+        each = ((keys, own), (keys, own), (all_values, gated))
+        found = [Projection(prefix + name, *size) for name, size in zip(mixing, each, strict=True)]
+    else:
+        found = [Projection(prefix + mixing[0], 2 * keys + all_values, _all_conv_channels(recipe, heads))]
+    found.append(Projection(prefix + gate, all_values, gated))
+    found += [Projection(prefix + name, recipe.value_heads, scalar) for name in (beta, step)]
+    if len(recipe.inner) > 1:
+        return found
+    rows, first = list[int](), 0
+    for part in found:
+        rows += [first + row for row in _listed(part.mine)]
+        first += part.outputs
+    return [Projection(found[0].name, first, tuple(rows))]
+
+
+def _listed(rows: Rows) -> Sequence[int]:
+    return range(rows.start, rows.stop) if isinstance(rows, slice) else rows
+
+
+def _conv_weight(building: Building, recipe: DeltaNetRecipe, prefix: str, heads: range) -> torch.Tensor:
+    """Takes the convolution of these key heads, ``[channels, 1, width]``, by key head."""
+    checkpoint, channels = building.checkpoint, _all_conv_channels(recipe, heads)
+    shape = (recipe.conv_channels * recipe.heads, 1, recipe.width)
+    if not recipe.convs:
+        return checkpoint.take(f"{prefix}{recipe.conv}.weight", shape, rows=channels)
+    names = [f"{prefix}{name}.weight" for name in recipe.convs]
+    sizes = [checkpoint.shape(name) for name in names]
+    total = sum(size[0] for size in sizes)
+    if total != shape[0]:
+        raise ModelError(f"{checkpoint.path}: {', '.join(names)} have {total} channels, not {shape[0]}")
+    taken = [checkpoint.take(name, (size[0], *shape[1:])) for name, size in zip(names, sizes, strict=True)]
+    return torch.cat(taken)[torch.tensor(channels, device=checkpoint.device)]
+
+
+def _all_conv_channels(recipe: DeltaNetRecipe, heads: range) -> tuple[int, ...]:
+    """Returns the places of these key heads' queries, keys and values, by key head."""
+    return tuple(chain.from_iterable(_conv_channels(recipe, head) for head in heads))
 
 
 def _out_columns(recipe: DeltaNetRecipe, keys: slice) -> Columns:
