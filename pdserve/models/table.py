@@ -109,6 +109,8 @@ from pdserve.models.families.olmo import (
 )
 from pdserve.models.families.phi import Phi3Settings, PhiSettings
 from pdserve.models.families.qwen import (
+    FlintSettings,
+    LaraMiniSettings,
     Qwen2MoeSettings,
     Qwen2Settings,
     Qwen2VlTextSettings,
@@ -133,6 +135,7 @@ FAMILIES: dict[str, type[FamilySettings]] = {
     "qwen2_moe": Qwen2MoeSettings,
     "qwen3": Qwen3Settings,
     "qwen3_moe": Qwen3MoeSettings,
+    "flint": FlintSettings,
     "gpt_oss": GptOssSettings,
     "qwen3_next": Qwen3NextSettings,
     "qwen3_5_text": Qwen35Settings,

@@ -154,6 +154,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen2_moe",
         HEADS | EXPERTS | {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 36, "mlp_only_layers": [1]},
     ),
+    "flint": (
+        "flint",
+        SHAPE
+        | EXPERTS
+        | {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 36, "sliding_window": WINDOW}
+        | {"num_hidden_layers": 4, "mlp_only_layers": [1]},
+    ),
     "gpt-oss": ("gpt_oss", OSS | {"num_local_experts": 6, "num_experts_per_tok": 3, "sliding_window": WINDOW}),
     "gpt-oss-full": ("gpt_oss", OSS | {"num_local_experts": 4, "layer_types": [FULL] * 3, "attention_bias": False}),
     "qwen3-next": (

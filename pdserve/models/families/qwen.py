@@ -34,7 +34,9 @@ from pdserve.models.recipe import (
     LayerRecipe,
     ModelRecipe,
     Norm,
+    Rotary,
 )
+from pdserve_kernels.feed_forward import Scoring
 
 
 class Qwen2Settings(FamilySettings, kw_only=True):
@@ -108,6 +110,44 @@ class Qwen3MoeSettings(FamilySettings, kw_only=True):
             return self.mlp()
         expert = gated_expert(self.moe_intermediate_size)
         return ExpertsRecipe(count, self.num_experts_per_tok, expert, normalised=self.norm_topk_prob)
+
+
+class FlintSettings(Qwen3MoeSettings, kw_only=True):
+    """RecursiveSI's Flint: windows, within which alone heads know positions, sinks, and experts chosen by sigmoid."""
+
+    models: ClassVar[str] = "Flint"
+    vocab_size: Count = 150_144
+    num_hidden_layers: Count = 49
+    head_dim: Count | None = 128
+    max_position_embeddings: Count = 262_144
+    sliding_window: Count | None = 513
+    layer_types: list[str] | None = None
+    num_experts: int = 256
+    num_experts_per_tok: Count = 6
+    moe_intermediate_size: Count = 512
+    shared_expert_intermediate_size: Count = 1024
+    norm_topk_prob: bool = True
+
+    def __post_init__(self) -> None:
+        self.mlp_only_layers = [0, 1] if self.mlp_only_layers is None else self.mlp_only_layers
+
+    def windows(self) -> tuple[int | None, ...]:
+        last = self.num_hidden_layers - 1
+        usual = [FULL if index in (0, last) or index % 4 == 1 else SLIDING for index in range(last + 1)]
+        return windows_of(self.layer_types, usual, last + 1, self.sliding_window)
+
+    def rotary_of_layer(self, index: int) -> Rotary | None:
+        return None if self.windows()[index] is None else self.rotary()
+
+    def attention(self, index: int) -> AttentionRecipe:
+        return replace(super().attention(index), sinks="self_attn.softmax_offset")
+
+    def feed_forward(self, index: int) -> FeedForwardRecipe:
+        part = super().feed_forward(index)
+        if not isinstance(part, ExpertsRecipe):
+            return part
+        shared = gated("mlp.shared_expert", self.shared_expert_intermediate_size)
+        return replace(part, scoring=Scoring.SIGMOID, precise_router=True, shared=shared)
 
 
 class Qwen2MoeSettings(Qwen3MoeSettings, kw_only=True):
