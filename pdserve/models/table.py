@@ -140,6 +140,7 @@ FAMILIES: dict[str, type[FamilySettings]] = {
     "qwen3_next": Qwen3NextSettings,
     "qwen3_5_text": Qwen35Settings,
     "qwen3_5_moe_text": Qwen35MoeSettings,
+    "lara_mini": LaraMiniSettings,
     "lfm2": Lfm2Settings,
     "lfm2_moe": Lfm2MoeSettings,
     "lfm3": Lfm3Settings,

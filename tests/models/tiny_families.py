@@ -173,6 +173,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3_5_moe_text",
         DELTA | EXPERTS | {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 36},
     ),
+    "lara": (
+        "lara_mini",
+        DELTA
+        | EXPERTS
+        | {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 36, "sliding_window": WINDOW}
+        | {"layer_types": None, "num_hidden_layers": 4, "rope_parameters": {"rope_type": "default"}},
+    ),
     "lfm2": ("lfm2", LFM | {"block_multiple_of": 8}),
     "lfm2-biased": ("lfm2", LFM | {"conv_bias": True, "block_auto_adjust_ff_dim": False, "conv_L_cache": 4}),
     "lfm3": ("lfm3", LFM3),

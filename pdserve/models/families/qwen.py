@@ -18,6 +18,7 @@ from pdserve.models.families.settings import (
     SLIDING,
     Count,
     FamilySettings,
+    check_experts,
     gated,
     gated_expert,
     in_one_tensor,
@@ -377,3 +378,60 @@ class Qwen35MoeSettings(Qwen3NextSettings, kw_only=True):
     def feed_forward(self, index: int) -> FeedForwardRecipe:
         usual = self.experts()
         return replace(in_one_tensor(usual), apart=usual.expert, normalised=True)
+
+
+class LaraMiniSettings(Qwen3NextSettings, kw_only=True):
+    """Translated's Lara: windows in some layers, beside layers that see all and know no positions; no gated heads."""
+
+    models: ClassVar[str] = "Lara 4 Mini"
+    head_norms: ClassVar[bool] = True
+    partly_turned: ClassVar[bool] = False
+    turned_part: ClassVar[float] = 1.0
+    inner: ClassVar[tuple[str, ...]] = ("linear_attn.in_proj",)
+    layer_kinds: ClassVar[tuple[str, ...]] = (FULL, SLIDING, LINEAR)
+    hidden_size: Count = 1024
+    num_hidden_layers: Count = 34
+    num_key_value_heads: Count | None = 4
+    head_dim: Count | None = 128
+    max_position_embeddings: Count = 131_072
+    eos_token_id: int | list[int] | None = 151_643
+    tie_word_embeddings: bool = True
+    sliding_window: Count | None = 512
+    linear_num_key_heads: Count = 8
+    linear_num_value_heads: Count = 16
+    num_experts: int = 128
+    num_experts_per_tok: Count = 4
+
+    def check(self) -> None:
+        super().check()
+        check_experts(self.num_experts_per_tok, self.num_experts)
+
+    def biases(self) -> frozenset[str]:
+        return QKVO if self.attention_bias else NONE
+
+    def kinds(self) -> list[str]:
+        pattern = (LINEAR, SLIDING, LINEAR, FULL, SLIDING)
+        usual = [pattern[index % len(pattern)] for index in range(self.num_hidden_layers)]
+        return usual if self.layer_types is None else self.layer_types
+
+    def windows(self) -> tuple[int | None, ...]:
+        kinds = [SLIDING if kind == SLIDING else FULL for kind in self.kinds()]
+        return windows_of(kinds, kinds, self.num_hidden_layers, self.sliding_window)
+
+    def rotary_of_layer(self, index: int) -> Rotary | None:
+        return self.rotary() if self.kinds()[index] == SLIDING else None
+
+    def norm(self) -> Norm:
+        return FamilySettings.norm(self)
+
+    def attention(self, index: int) -> AttentionRecipe:
+        return FamilySettings.attention(self, index)
+
+    def delta_net(self) -> DeltaNetRecipe:
+        return replace(super().delta_net(), gated_norm="linear_attn.out_norm")
+
+    def feed_forward(self, index: int) -> FeedForwardRecipe:
+        return replace(in_one_tensor(self.experts()), shared_gate="", precise_router=True)
+
+    def recipe(self) -> ModelRecipe:
+        return replace(super().recipe(), draft=None)
