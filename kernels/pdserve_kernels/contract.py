@@ -216,6 +216,11 @@ class ExpertsForm:
     """``[count]``: what the weights of experts are multiplied by in the end."""
     some: range | None = None
     """The experts of this rank, where other ranks have the others; None for all."""
+    identities: int = 0
+    """The last of ``count`` that give what they are given, and have no weights; 0 if another rank adds what they give.
+
+    They are not among ``some``.
+    """
 
     @property
     def own(self) -> range:

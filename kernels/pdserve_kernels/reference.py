@@ -430,6 +430,20 @@ def route(
     return weights, experts
 
 
+def with_identities(
+    form: ExpertsForm, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor, beside: torch.Tensor | None
+) -> torch.Tensor | None:
+    """Returns what is ``beside`` the experts with weights: what it is, and what the ``form.identities`` of them give.
+
+    ``weights`` and ``chosen`` are those of ``route``. The sum is taken in fp32, and has the numbers of ``x``.
+    """
+    if not form.identities:
+        return beside
+    share = weights.masked_fill(chosen < form.count - form.identities, 0.0).sum(-1, keepdim=True)
+    own = x.float() * share
+    return (own if beside is None else own + beside.float()).to(x.dtype)
+
+
 Dense = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 """The weights of an expert, ``[inner, hidden]`` and ``[hidden, channels]``, and their biases."""
 
@@ -446,6 +460,7 @@ def experts(
     All is computed in fp32, and the result is rounded to the numbers of ``x``, ``[rows, hidden]``.
     """
     factors, chosen = route(logits, form.routing, form.correction, form.factors)
+    beside = with_identities(form, x, factors, chosen, beside)
     out = torch.zeros_like(x, dtype=torch.float32) if beside is None else beside.float()
     for number, (inner, down, inner_bias, down_bias) in zip(form.own, weights, strict=True):
         rows, places = (chosen == number).nonzero(as_tuple=True)

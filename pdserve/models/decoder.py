@@ -153,6 +153,9 @@ class RecipeDecoder:
             end = load_layer_end(config, building, layer, parts.prefix(i), i)
             if end is not None:
                 self._layers[i] = _Ended(self._layers[i], end)
+        for i, layer in reversed(list(enumerate(recipe.layers))):
+            if layer.shortcut is not None:
+                self._layers[i : i + 2] = [parts.shortcut(layer.shortcut, parts.prefix(i), *self._layers[i : i + 2])]
         self._norm = load_norm(building, recipe.norm, recipe.last_norm, config.hidden_size)
         self._head = vocab_parallel_head(building, self._embedding, shape, recipe)
         positions = max_positions if checkpoint.device.type != "meta" else 1
@@ -266,7 +269,7 @@ class _Parts:
         self._of_states = [number for number, group in groups if group.keep is Keep.LATEST]
 
     def prefix(self, index: int) -> str:
-        return f"{self._config.recipe.layer_prefix}{index}."
+        return self._config.recipe.prefix(index)
 
     def layer(self, index: int) -> Layer:
         """Returns layer ``index`` of the model."""
@@ -306,6 +309,11 @@ class _Parts:
                 _Mix(mixer, self._of_states.index(state.group), state.index), scales.mixer_in, scales.mixer_out
             )
         return _Both(attend, mix) if attend is not None and mix is not None else attend or mix
+
+    def shortcut(self, recipe: ExpertsRecipe, prefix: str, layer: Layer, behind: Layer) -> Layer:
+        """Returns a layer and the one behind it, with the experts of the first one's ``LayerRecipe.shortcut``."""
+        assert isinstance(layer, _InTurn), "a layer with a shortcut has both parts in turn"
+        return _Shortcut(layer, behind, _Feed(Experts(self._config.hidden_size, self._building, recipe, prefix)))
 
     def _feeding(self, layer: LayerRecipe, prefix: str) -> Part | None:
         part = layer.feed_forward
@@ -481,10 +489,37 @@ class _InTurn:
     def __call__(
         self, residual: torch.Tensor, delta: torch.Tensor | None, step: Step
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        normed, residual = self.mixed(residual, delta, step)
+        return self.fed(normed, step), residual
+
+    def mixed(
+        self, residual: torch.Tensor, delta: torch.Tensor | None, step: Step
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns what the feed-forward part is given, and the residual."""
         normed, residual = _normed(self.before_mix, delta, residual)
         mixed = _added(self.mix(normed, step), self.after_mix, self.scale)
-        normed, residual = _normed(self.before_feed, mixed, residual)
-        return _added(self.feed(normed, step), self.after_feed, self.scale), residual
+        return _normed(self.before_feed, mixed, residual)
+
+    def fed(self, normed: torch.Tensor, step: Step) -> torch.Tensor:
+        """Returns what the feed-forward part adds to the residual."""
+        return _added(self.feed(normed, step), self.after_feed, self.scale)
+
+
+@dataclass(frozen=True, slots=True)
+class _Shortcut:
+    """Two layers, and experts that are given what the first one's feed-forward part is, and are added at the end."""
+
+    first: _InTurn
+    second: Layer
+    experts: Part
+
+    def __call__(
+        self, residual: torch.Tensor, delta: torch.Tensor | None, step: Step
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        normed, residual = self.first.mixed(residual, delta, step)
+        beside = self.experts(normed, step)
+        delta, residual = self.second(residual, self.first.fed(normed, step), step)
+        return beside if delta is None else delta + beside, residual
 
 
 @dataclass(frozen=True, slots=True)

@@ -189,6 +189,10 @@ class LatentRecipe:
     """The tensor that leads from each head's part of the key that is not turned to a latent, if ``value`` is in two."""
     value_up: str = ""
     """The other one, which leads from a latent to each head's value."""
+    query_scale: float = 1.0
+    """What queries are multiplied by."""
+    scale: float = 1.0
+    """What latents are multiplied by once they are normalised."""
     index: IndexRecipe | None = None
     """What chooses the tokens that a token attends to; None if it attends to all before it."""
 
@@ -334,6 +338,11 @@ class ExpertsRecipe:
     """The tensor, by its whole name, of a number for each expert by which its weights are multiplied."""
     smallest_sum: float = 0.0
     """What is added to the sum by which weights are divided."""
+    identities: int = 0
+    """So many of the ``count`` experts, the last ones, have no tensors and give what they are given.
+
+    Files may have some tensors under their numbers, which nothing uses.
+    """
     shared: MlpRecipe | None = None
     """One more expert, to which each token is sent."""
     shared_gate: str = ""
@@ -684,6 +693,13 @@ class LayerRecipe:
     mixer: MixerRecipe | None = None
     """A part with a state, which is given what attention is given, and whose output is added to attention's."""
     scales: PartScales = PartScales()
+    shortcut: ExpertsRecipe | None = None
+    """Experts that are given what the feed-forward part is. What they give is added at the end of the next layer."""
+
+    @property
+    def feeding(self) -> tuple[FeedForwardRecipe, ...]:
+        """What feeds each token through by itself."""
+        return tuple(part for part in (self.feed_forward, self.shortcut) if part is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -752,6 +768,8 @@ class ModelRecipe:
     per_layer: PerLayerEmbedding | None = None
     layer_prefix: str = "model.layers."
     """What stands before the number of a layer in the names of its tensors."""
+    layers_a_number: int = 1
+    """So many of the layers have one number in the names of tensors."""
     last_norm: str = "model.norm"
     head: str = "lm_head"
     head_biased: bool = False
@@ -776,6 +794,10 @@ class ModelRecipe:
     def without_draft(self) -> ModelRecipe:
         """Returns the recipe for files that have no layer that drafts tokens, or not all of it."""
         return replace(self, draft=None, unused=self.unread(drafts=False))
+
+    def prefix(self, index: int) -> str:
+        """Returns what the names of the tensors of layer ``index`` begin with."""
+        return f"{self.layer_prefix}{index // self.layers_a_number}."
 
     @property
     def attention(self) -> list[AttentionRecipe]:

@@ -32,7 +32,6 @@ from pdserve_kernels.feed_forward import Activation, Scoring
 NOT_YET: dict[str, str] = {
     model_type: missing
     for missing, model_types in {
-        "a second attention in each layer": ("longcat_flash",),
         "a text part in a folder of its own": ("mistral4",),
         "sparse attention": ("deepseek_v4", "minimax_m3_vl"),
         "linear attention": ("minimax",),
@@ -146,7 +145,7 @@ _MIXERS: dict[type[MixerRecipe], str] = {
 
 
 def _distinct(layers: Sequence[LayerRecipe]) -> list[FeedForwardRecipe]:
-    return list(dict.fromkeys(layer.feed_forward for layer in layers if layer.feed_forward is not None))
+    return list(dict.fromkeys(part for layer in layers for part in layer.feeding))
 
 
 _ACTIVATIONS = {
@@ -173,6 +172,8 @@ def _feed_forward(part: FeedForwardRecipe) -> Iterator[str]:
     yield f"experts by {corrected}{'sigmoid' if sigmoid else 'softmax'}"
     if part.groups > 1:
         yield "groups of experts"
+    if part.identities:
+        yield "experts that give what they are given"
     if part.shared is not None:
         yield "a shared expert"
 

@@ -134,6 +134,20 @@ def test_ranks_that_have_some_of_the_experts_add_up(kernels: Kernels, dtype: tor
     close(sum(parts[1:], parts[0]), reference.experts(x, logits, form, dense))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_some_experts_give_what_they_are_given(kernels: Kernels, dtype: torch.dtype) -> None:
+    torch.manual_seed(5)
+    form = replace(FORM, dtype=dtype, some=range(6), identities=2)
+    dense = random_experts(form, biased=True)[:6]
+    x, logits, other = torch.randn(9, form.hidden).to(dtype), torch.randn(9, form.count), torch.randn(9, form.hidden)
+    weights, chosen = reference.route(logits, form.routing)
+    assert (chosen >= 6).any()
+    assert (chosen < 6).any()
+    given = sum(((chosen == number) * weights).sum(1, keepdim=True) * x.float() for number in (6, 7))
+    wanted = reference.experts(x, logits, replace(form, identities=0), dense, other.to(dtype)).float() + given
+    close(made(kernels, form, weights_of(dense))(x, logits, other.to(dtype)), wanted.to(dtype))
+
+
 RULES = [
     Routing(3),
     Routing(12, normalised=True, scale=0.5),

@@ -115,7 +115,16 @@ def test_every_decoder_of_transformers_is_accepted_or_refused_in_a_sentence(tmp_
 @pytest.mark.parametrize(
     ("family", "values", "match"),
     [
-        ("longcat_flash", SMALL, "a second attention in each layer is not served yet"),
+        ("longcat_flash", SMALL | {"zero_expert_type": "drop"}, "zero_expert_type 'drop' is not supported"),
+        ("longcat_flash", SMALL | {"router_bias": True}, "router_bias of a LongCat has to be false"),
+        ("longcat_flash", SMALL | {"mla_scale_q_lora": False}, "mla_scale_q_lora of a LongCat has to be true"),
+        ("longcat_flash", SMALL | {"qk_head_dim": 100}, "qk_head_dim 100 is not the sum of"),
+        ("longcat_flash", SMALL | {"q_lora_rank": None}, "q_lora_rank, the channels that queries come from"),
+        ("cohere2_moe", SMALL | {"expert_selection_fn": "top"}, "expert_selection_fn 'top' is not supported"),
+        ("cohere2_moe", SMALL | {"shared_expert_combination_strategy": "max"}, "'max' is not supported"),
+        ("granite_swa", SMALL | {"layer_rope_theta": [0]}, "layer_rope_theta must have a number for each of 2 layers"),
+        ("olmo_hybrid", SMALL | {"layer_types": ["full_attention"] * 2}, "must have both 'full_attention' and"),
+        ("lara_mini", SMALL | {"layer_types": ["full_attention"]}, "'sliding_attention' and 'linear_attention' for"),
         (
             "mimo_v2_flash",
             SMALL | {"num_key_value_heads": 4},
@@ -170,7 +179,7 @@ def test_every_decoder_of_transformers_is_accepted_or_refused_in_a_sentence(tmp_
         ("exaone_moe", SMALL | {"mlp_layer_types": ["dense"]}, "mlp_layer_types must be 'dense' or 'sparse'"),
         ("axk1", SMALL | {"q_lora_rank": None}, "q_lora_rank, the channels that queries come from, is missing"),
         ("hy_v4", SMALL, r"it has latent attention \(kv_lora_rank\)"),
-        ("lara_mini", {}, "layers with linear attention"),
+        ("qwen4_exp_text", {}, "layers with linear attention"),
         ("inkling_text", {}, "state spaces or convolutions"),
         ("jetmoe", ODD, "its configuration has num_attention_heads 0"),
         ("qwen4_exp", {}, r"the text model within it is a qwen4_exp_text model \(text_config"),

@@ -125,6 +125,9 @@ NEMOTRON_H: dict[str, Any] = SHAPE | {
 LATENTS: dict[str, Any] = HEADS | {"num_key_value_heads": 6, "kv_lora_rank": 20, "q_lora_rank": 14, "v_head_dim": 10}
 LATENTS |= {"qk_nope_head_dim": 6, "qk_rope_head_dim": 4}
 MLA: dict[str, Any] = LATENTS | DEEPSEEK_EXPERTS
+LONGCAT: dict[str, Any] = {name: value for name, value in LATENTS.items() if name != "num_hidden_layers"}
+LONGCAT |= {"num_layers": 2, "head_dim": 4, "ffn_hidden_size": 96, "expert_ffn_hidden_size": 24, "n_routed_experts": 6}
+LONGCAT |= {"moe_topk": 4, "zero_expert_num": 4, "routed_scaling_factor": 1.7, "initializer_range": 0.15}
 INDEXED: dict[str, Any] = MLA | {"index_topk": 9, "index_n_heads": 24, "index_head_dim": 12}
 INDEXED |= {"pad_token_id": None}
 """Tokens attend to fewer than a test's prompts have, also within its chunks. Many scores would be 0 with few heads, or
@@ -281,6 +284,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "ling3": ("bailing_hybrid", LING3 | {"n_group": 4, "topk_group": 2}),
     "ling3-unbounded": ("bailing_hybrid", LING3 | {"kda_safe_gate": False, "q_lora_rank": 14, "attention_bias": True}),
+    "longcat": ("longcat_flash", LONGCAT),
+    "longcat-biased": ("longcat_flash", LONGCAT | {"attention_bias": True, "zero_expert_num": 0}),
     "minicpm3": ("minicpm3", LATENTS | {"dim_model_base": 20, "tie_word_embeddings": False}),
     "youtu": ("youtu", LATENTS | {"attention_bias": True}),
     "olmo": ("olmo", HEADS),

@@ -11,6 +11,7 @@ from pdserve_kernels.contract import BlockWeight, ExpertsForm, ExpertWeights, Un
 from pdserve_kernels.cpu.library import CExpert, CExpertRows, CExperts, CExpertWeight, CRouter, Library
 from pdserve_kernels.cpu.weight_memory import LINE, FilledMemory
 from pdserve_kernels.feed_forward import Activation, GroupScore, Routing, Scoring
+from pdserve_kernels.reference import with_identities
 
 ACTIVATIONS = {
     Activation.SILU: 0,
@@ -127,6 +128,7 @@ class CompiledExperts:
                 own = f"[{len(logits)}, {form.hidden}] {form.dtype}"
                 raise ValueError(f"experts of {own} were given {list(given.shape)} {given.dtype}")
         weights, chosen = self._route(logits)
+        beside = with_identities(form, x, weights, chosen, beside)
         if form.some is not None:
             chosen -= form.own.start
         x, beside = x.contiguous(), None if beside is None else beside.contiguous()

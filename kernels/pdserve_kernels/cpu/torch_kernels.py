@@ -57,6 +57,7 @@ class LoopedExperts:
     def __call__(self, x: torch.Tensor, logits: torch.Tensor, beside: torch.Tensor | None = None) -> torch.Tensor:
         form = self._form
         weights, experts = reference.route(logits, form.routing, form.correction, form.factors)
+        beside = reference.with_identities(form, x, weights, experts, beside)
         chosen = experts.flatten()
         order = chosen.argsort(stable=True)
         tokens, weights = order // form.routing.chosen, weights.to(x.dtype).flatten()[order].unsqueeze(1)

@@ -19,6 +19,7 @@ import triton.language as tl
 
 from pdserve_kernels.contract import BlockFormat, BlockWeight, ExpertsForm, ExpertWeights, UnreadWeight
 from pdserve_kernels.feed_forward import CLAMPED_AT, CLAMPED_SLOPE, Activation, GroupScore, Routing, Scoring
+from pdserve_kernels.reference import with_identities
 from pdserve_kernels.triton.block_ops import add_products, form_constants, tile_inputs, widened
 from pdserve_kernels.triton.block_packing import PackedWeight, empty_packed, fill, packed
 from pdserve_kernels.triton.fp8_products import GROUP, fp8_products, fp8_tensors, in_fp8, rounded_for
@@ -555,6 +556,7 @@ class TritonExperts:
             return out
         count = form.routing.chosen
         factors, chosen = route(logits, form.routing, self._correction, self._factors)
+        beside = with_identities(form, x, factors, chosen, beside)
         if form.some is not None:  # what belongs to other ranks has numbers that no expert has
             chosen -= form.own.start
         by_expert = sort_rows(chosen, len(form.own))

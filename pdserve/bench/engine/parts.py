@@ -250,17 +250,18 @@ _Parts = Sequence[tuple[int, Sequence[tuple[str, int]]]]
 
 
 def _feeding(config: FamilyConfig, index: int) -> _Parts:
-    """Returns the products of a layer's feed-forward part that each token is multiplied with."""
-    hidden, part = config.hidden_size, config.recipe.layers[index].feed_forward
-    names, inner = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"), config.intermediate_size
-    router: list[tuple[int, Sequence[tuple[str, int]]]] = []
-    if isinstance(part, ExpertsRecipe):
-        router.append((hidden, ((part.router, part.count),)))
-        if part.shared is None:
-            return router
-        names, inner = (part.shared.gate, part.shared.up, part.shared.down), part.shared.channels
-    gate, up, down = names
-    return (*router, (hidden, ((gate, inner), (up, inner))), (inner, ((down, hidden),)))
+    """Returns the products of a layer's feed-forward parts that each token is multiplied with."""
+    hidden, found = config.hidden_size, list[tuple[int, Sequence[tuple[str, int]]]]()
+    for part in config.recipe.layers[index].feeding or (None,):
+        names, inner = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"), config.intermediate_size
+        if isinstance(part, ExpertsRecipe):
+            found.append((hidden, ((part.router, part.count),)))
+            if part.shared is None:
+                continue
+            names, inner = (part.shared.gate, part.shared.up, part.shared.down), part.shared.channels
+        gate, up, down = names
+        found += [(hidden, ((gate, inner), (up, inner))), (inner, ((down, hidden),))]
+    return found
 
 
 class LinearStack:
@@ -474,11 +475,11 @@ class ExpertLayer:
 def expert_layers(config: FamilyConfig, formats: Mapping[str, BlockFormat]) -> list[ExpertLayer]:
     """Returns the experts of all layers that have some. ``formats`` are those of ``products_of``."""
     found = []
-    for index, layer in enumerate(config.recipe.layers):
-        recipe = layer.feed_forward
+    parts = [(index, part) for index, layer in enumerate(config.recipe.layers) for part in layer.feeding]
+    for index, recipe in parts:
         if not isinstance(recipe, ExpertsRecipe):
             continue
-        one, prefix = recipe.expert, f"{config.recipe.layer_prefix}{index}."
+        one, prefix = recipe.expert, config.recipe.prefix(index)
 
         def form(name: str, prefix: str = prefix) -> BlockFormat | None:
             return formats.get(f"{prefix}{name.replace('{}', '0')}.weight")

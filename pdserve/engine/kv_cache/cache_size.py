@@ -151,13 +151,15 @@ def _token_bytes(decoder: DecoderConfig, dtype: torch.dtype, ranks: int) -> int:
     """Returns the most bytes that one token's activations have at once, in the widest part of a layer."""
     if isinstance(decoder, FamilyConfig):
         layers = set(decoder.recipe.layers)
-        feeds = [layer.feed_forward for layer in layers if layer.feed_forward is not None]
+        feeds = [part for layer in layers for part in layer.feeding]
         mixing = [_mixing_numbers(decoder, layer, ranks) for layer in layers]
         widest = max([*mixing, *(_feed_numbers(decoder, part, ranks) for part in feeds)])
         head_dim = max((decoder.of_layer(part).head_dim for part in decoder.recipe.attention), default=0)
         # The inputs of all layers' ends are there while the layers are computed, and while they are made, in parts.
         inputs = decoder.recipe.per_layer
         held = 0 if inputs is None else 4 * inputs.channels * decoder.num_layers
+        # What a shortcut gives is there during the next layer.
+        held += decoder.hidden_size if any(layer.shortcut is not None for layer in layers) else 0
         own = max((_routing_bytes(part) for part in feeds), default=0)
     else:
         widest, own, head_dim, held = _attention_numbers(decoder, None, ranks), 0, decoder.head_dim, 0

@@ -90,8 +90,8 @@ class FamilyConfig(DecoderConfig):
     @property
     def experts(self) -> ExpertsRecipe | None:
         """The experts of those layers that have some."""
-        for layer in self.recipe.layers:
-            match layer.feed_forward:
+        for part in (part for layer in self.recipe.layers for part in layer.feeding):
+            match part:
                 case ExpertsRecipe() as experts:
                     return experts
                 case MlpBesideExperts(experts=experts):

@@ -778,6 +778,94 @@ class BailingHybridSettings(KimiLinearSettings, kw_only=True):
         )
 
 
+class LongcatFlashSettings(LatentSettings, kw_only=True):
+    """Meituan's LongCat: two layers have one number, and experts, of which some give what they are given.
+
+    The experts are given what the first one's feed-forward part is, and are added at the end of the second one.
+    """
+
+    models: ClassVar[str] = "LongCat Flash"
+    default_theta: ClassVar[float] = 10_000_000.0
+    vocab_size: Count = 131_072
+    hidden_size: Count = 6144
+    num_hidden_layers: Count | None = None  # type: ignore[assignment]  # two for each of num_layers
+    num_layers: Count = 28
+    num_attention_heads: Count = 64
+    max_position_embeddings: Count = 131_072
+    rms_norm_eps: float = 1e-5
+    ffn_hidden_size: Count = 12_288
+    expert_ffn_hidden_size: Count = 2048
+    moe_topk: Count = 12
+    n_routed_experts: Count = 512
+    zero_expert_num: int | None = 256
+    zero_expert_type: str | None = None
+    router_bias: bool = False
+    routed_scaling_factor: float = 6.0
+    qk_head_dim: int | None = None
+    mla_scale_q_lora: bool = True
+    mla_scale_kv_lora: bool = True
+
+    def __post_init__(self) -> None:
+        self.num_layers = self.num_layers if self.num_hidden_layers is None else self.num_hidden_layers // 2
+        self.num_hidden_layers = 2 * self.num_layers
+        self.intermediate_size = self.ffn_hidden_size
+
+    def check(self) -> None:
+        super().check()
+        if self.zero_expert_type not in (None, "identity"):
+            raise ModelError(f"zero_expert_type {self.zero_expert_type!r} is not supported; supported: 'identity'")
+        if self.qk_head_dim not in (None, self.qk_nope_head_dim + self.qk_rope_head_dim):
+            raise ModelError(f"qk_head_dim {self.qk_head_dim} is not the sum of qk_nope_head_dim and qk_rope_head_dim")
+        for name, known in (("router_bias", False), ("mla_scale_q_lora", True), ("mla_scale_kv_lora", True)):
+            if getattr(self, name) is not known:
+                raise ModelError(f"{name} of a LongCat has to be {str(known).lower()}")
+        if self.q_lora_rank is None:
+            raise ModelError("q_lora_rank, the channels that queries come from, is missing")
+
+    def attention(self, index: int) -> AttentionRecipe:
+        part = super().attention(index)
+        assert part.latent is not None
+
+        def own(name: str) -> str:
+            return name.replace("self_attn.", f"self_attn.{index % 2}.")
+
+        latent = replace(
+            part.latent,
+            query_down=own(part.latent.query_down),
+            query_norm=own(part.latent.query_norm),
+            key_norm=own(part.latent.key_norm),
+            query_scale=(self.hidden_size / part.latent.query_rank) ** 0.5,
+            scale=(self.hidden_size / part.latent.rank) ** 0.5,
+        )
+        query, key, value, out = map(own, (part.query, part.key, part.value, part.out))
+        biased = frozenset(map(own, part.biased))
+        return replace(part, query=query, key=key, value=value, out=out, biased=biased, latent=latent)
+
+    def feed_forward(self, index: int) -> FeedForwardRecipe:
+        return gated(f"mlps.{index % 2}", self.intermediate_size)
+
+    def experts(self) -> ExpertsRecipe:
+        identities = self.zero_expert_num or 0
+        return ExpertsRecipe(
+            self.n_routed_experts + identities,
+            self.moe_topk,
+            gated_expert(self.expert_ffn_hidden_size),
+            router="mlp.router.classifier",
+            correction="mlp.router.e_score_correction_bias",
+            precise_router=True,
+            scale=self.routed_scaling_factor,
+            identities=identities,
+        )
+
+    def layer(self, index: int) -> LayerRecipe:
+        layer, number = super().layer(index), index % 2
+        norms = tuple(f"{name}.{number}" for name in layer.norms)
+        return replace(layer, norms=norms, shortcut=None if number else self.experts())
+
+    def recipe(self) -> ModelRecipe:
+        return replace(super().recipe(), layers_a_number=2, unused=("model.mtp.",))
+
+
 def _check_routing(given: str, known: str, every: int) -> None:
     """Raises ModelError if experts are chosen in another way, or in other layers, than the family's."""
     if given != known:

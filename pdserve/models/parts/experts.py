@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -41,7 +42,8 @@ class Experts:
         expert = _expert_recipe(hidden_size, building, recipe, prefix)
         if expert.gate_scale != 1.0:
             raise ModelError(f"gates of experts that are multiplied by {expert.gate_scale} are not supported")
-        own, mine = expert_share(building.tp, recipe.count, expert.channels)
+        with_weights = recipe.count - recipe.identities
+        own, mine = expert_share(building.tp, with_weights, expert.channels)
         form = ExpertsForm(
             recipe.count,
             hidden_size,
@@ -54,13 +56,17 @@ class Experts:
             correction,
             factors,
             own if len(own) < recipe.count else None,
+            # The sum over the ranks has to have once what these give.
+            recipe.identities if building.tp.rank == 0 else 0,
         )
         try:
             form.routing.check(form.count)
         except ValueError as exc:
             raise ModelError(f"{checkpoint.path}: {exc}") from exc
-        for number in set(range(recipe.count)).difference(own):
+        for number in set(range(with_weights)).difference(own):
             _leave(hidden_size, building, _numbered(expert, number), prefix)
+        for number in range(with_weights, recipe.count):
+            _leave_inner(hidden_size, building, _numbered(expert, number), prefix, only=checkpoint.has)
         weights = (_expert(hidden_size, building, _numbered(expert, i), prefix, mine) for i in own)
         self._experts = building.kernels.experts(form, weights)
         self._shared = None if recipe.shared is None else Mlp(hidden_size, building, recipe.shared, prefix)
@@ -147,13 +153,20 @@ def _expert(hidden_size: int, building: Building, recipe: MlpRecipe, prefix: str
     return ExpertWeights(tuple(weights), down, torch.cat(biases) if biases else None, own)
 
 
-def _leave(hidden_size: int, building: Building, recipe: MlpRecipe, prefix: str) -> None:
-    """Leaves an expert's tensors to the rank that has it."""
-    whole = slice(0, recipe.channels)
-    for part in inner_projections(recipe, prefix, whole):
-        building.checkpoint.leave(f"{part.name}.weight", (part.outputs, hidden_size), transposed=part.transposed)
+def _leave_inner(
+    hidden_size: int, building: Building, recipe: MlpRecipe, prefix: str, only: Callable[[str], bool] = bool
+) -> None:
+    """Leaves the tensors before an expert's activation, of which ``only`` says by their names whether they count."""
+    for part in inner_projections(recipe, prefix, slice(0, recipe.channels)):
+        if only(f"{part.name}.weight"):
+            building.checkpoint.leave(f"{part.name}.weight", (part.outputs, hidden_size), transposed=part.transposed)
         if part.biased:
             building.checkpoint.leave(f"{part.name}.bias", (part.outputs,))
+
+
+def _leave(hidden_size: int, building: Building, recipe: MlpRecipe, prefix: str) -> None:
+    """Leaves an expert's tensors to the rank that has it."""
+    _leave_inner(hidden_size, building, recipe, prefix)
     shape = (hidden_size, recipe.channels)
     building.checkpoint.leave(f"{prefix}{recipe.down}.weight", shape, transposed=recipe.transposed)
     if recipe.down in recipe.biased:

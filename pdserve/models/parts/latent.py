@@ -74,6 +74,8 @@ class LatentAttention:
         if self._query_norm is not None and self._query_up is not None:
             down = self._query_norm(query.contiguous())
             query = self._query_up(down)
+        if sizes.query_scale != 1.0:
+            query = query * sizes.query_scale
         plain, turned = torch.split(
             query.reshape(tokens, heads, sizes.plain + sizes.turned), [sizes.plain, sizes.turned], -1
         )
@@ -81,7 +83,8 @@ class LatentAttention:
         turned = rotated[:, :heads]
         if tables.query_scale is not None:
             plain, turned = plain * tables.query_scale, turned * tables.query_scale
-        parts = [self._norm(latent.contiguous()), rotated[:, heads]]
+        normed = self._norm(latent.contiguous())
+        parts = [normed if sizes.scale == 1.0 else normed * sizes.scale, rotated[:, heads]]
         if self._indexer is not None:
             parts.append(self._indexer.keys(x, tables))
         # A layer that takes another one's choice keeps as many channels as the others.

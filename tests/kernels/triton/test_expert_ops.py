@@ -139,6 +139,12 @@ def test_a_rank_has_some_of_the_experts(some: range) -> None:
     check(replace(FORM, some=some), 9, biased=True, beside=True)
 
 
+@pytest.mark.parametrize("beside", [True, False])
+def test_some_experts_give_what_they_are_given(beside: bool) -> None:
+    torch.manual_seed(5)
+    check(replace(FORM, some=range(4), identities=2), 9, biased=True, beside=beside)
+
+
 @pytest.mark.parametrize("rows", [1, 90])
 def test_tiles_of_other_sizes(rows: int) -> None:
     torch.manual_seed(4)
