@@ -80,3 +80,13 @@ class Activation(enum.Enum):
     """``gate * sigmoid(CLAMPED_SLOPE * gate) * (up + 1)``, of a gate up to ``CLAMPED_AT``, and an up within it."""
     SIGMOID = "sigmoid"
     SOFTPLUS = "softplus"
+    SILU_TO_7 = "silu_to_7"
+    """``silu(gate) * up``, of a silu up to 7, and an up within it."""
+    SILU_TO_16 = "silu_to_16"
+    """As well, with 16."""
+
+
+SILU_BOUNDS = {7.0: Activation.SILU_TO_7, 16.0: Activation.SILU_TO_16}
+"""The bounds of silu that there are."""
+ALWAYS_GATED = frozenset({Activation.CLAMPED_SILU, *SILU_BOUNDS.values()})
+"""The activations that are functions of a gate and an up."""

@@ -9,7 +9,15 @@ import torch
 import torch.nn.functional as F
 
 from pdserve_kernels.contract import ExpertsForm, HeadNorms, StateRuns
-from pdserve_kernels.feed_forward import CLAMPED_AT, CLAMPED_SLOPE, Activation, GroupScore, Routing, Scoring
+from pdserve_kernels.feed_forward import (
+    CLAMPED_AT,
+    CLAMPED_SLOPE,
+    SILU_BOUNDS,
+    Activation,
+    GroupScore,
+    Routing,
+    Scoring,
+)
 from pdserve_kernels.kv_layout import KvLayout
 
 
@@ -92,6 +100,9 @@ def activated(inner: torch.Tensor, activation: Activation, *, gated: bool) -> to
     if activation is Activation.CLAMPED_SILU:
         gate, up = gate.clamp(max=CLAMPED_AT), up.clamp(-CLAMPED_AT, CLAMPED_AT)
         return (up + 1) * (gate * torch.sigmoid(gate * CLAMPED_SLOPE))
+    for bound, bounded in SILU_BOUNDS.items():
+        if activation is bounded:
+            return F.silu(gate).clamp(max=bound) * up.clamp(-bound, bound)
     return _ALONE[activation](gate) * up
 
 

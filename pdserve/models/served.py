@@ -156,6 +156,8 @@ _ACTIVATIONS = {
     Activation.RELU_SQUARED: "squared ReLU",
     Activation.XIELU: "xIELU",
     Activation.CLAMPED_SILU: "clamped SiLU",
+    Activation.SILU_TO_7: "SiLU up to 7",
+    Activation.SILU_TO_16: "SiLU up to 16",
 }
 
 

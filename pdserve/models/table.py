@@ -46,6 +46,7 @@ from pdserve.models.families.glm import (
     MimoV2FlashSettings,
     SarvamMoeSettings,
     SolarOpenSettings,
+    Step3p5Settings,
 )
 from pdserve.models.families.gpt import (
     FalconSettings,
@@ -253,6 +254,7 @@ TEXT_PARTS: dict[str, type[FamilySettings]] = {
     "glm4v_moe_text": Glm4vMoeTextSettings,
     "mistral4": Mistral4Settings,
     "muse_glimmer_text": MuseGlimmerTextSettings,
+    "step3p5": Step3p5Settings,
 }
 """The settings of families that there are within composite models alone."""
 
@@ -284,6 +286,7 @@ COMPOSITES: dict[str, Composite] = {
     "exaone4_5": Composite("exaone4", tied=False),
     "minicpmv4_6": Composite("qwen3_5_text", tied=False),
     "minicpmv4_7": Composite("qwen3_5_text", tied=False),
+    "step3p7": Composite("step3p5"),
     "glm46v": Composite("glm4v_text"),
     "glm4v": Composite("glm4v_text"),
     "glm4v_moe": Composite("glm4v_moe_text"),

@@ -19,7 +19,19 @@ from pdserve.models.runner import StepRow
 from pdserve.models.table import COMPOSITES
 from tests.models.greedy import small_runner
 from tests.models.test_families import PROMPT
-from tests.models.tiny_families import DEEPSEEK_EXPERTS, DELTA, EXPERTS, FULL, GEMMA4, GROWING, HEADS, LFM3, LLAMA4, MLA
+from tests.models.tiny_families import (
+    DEEPSEEK_EXPERTS,
+    DELTA,
+    EXPERTS,
+    FULL,
+    GEMMA4,
+    GROWING,
+    HEADS,
+    LFM3,
+    LLAMA4,
+    MLA,
+    SLIDING,
+)
 from tests.tiny_models import SHAPE, WINDOW
 
 VISION: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -107,6 +119,17 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
     "minicpmv4-6": ("minicpmv4_6", DELTA | {"rope_parameters": DELTA_SECTIONS}, VISION),
     "minicpmv4-7": ("minicpmv4_7", DELTA | {"rope_parameters": DELTA_SECTIONS}, VISION),
+    "step3p7": (
+        "step3p7",
+        SHAPE
+        | DEEPSEEK_EXPERTS
+        | {"sliding_window": WINDOW, "num_hidden_layers": 4, "num_attention_heads": 6, "num_sliding_attention_heads": 8}
+        | {"layer_types": [FULL, SLIDING] * 2, "share_expert_dim": 36, "moe_router_scaling_factor": 1.7}
+        | {"mlp_layer_types": ["dense", "sparse", "dense", "sparse"], "pad_token_id": 0}
+        | {"swiglu_limits": [None, 7.0, 0.0, 16.0], "swiglu_limits_shared": [7.0, 0.0, 16.0, 7.0]}
+        | {"rope_theta": [50_000.0, 9000.0] * 2, "partial_rotary_factors": [0.4, 1.0] * 2},
+        {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14},
+    ),
     "glm46v": (
         "glm46v",
         HEADS | {"rope_parameters": SECTIONS | {"mrope_section": [1, 1, 1], "partial_rotary_factor": 0.6}},
@@ -265,6 +288,9 @@ def test_eos_tokens_of_the_whole_go_before_those_of_the_part(tmp_path: Path) -> 
         ("llava", {"model_type": "zamba"}, r"its text part is a zamba model \(text_config\), which has no recipe"),
         ("glm4v_moe", {"num_attention_heads": 32, "use_qk_norm": True}, "use_qk_norm"),
         ("glm4v", {"model_type": "glm4v_text", "head_dim": 64}, "head_dim 64"),
+        ("step3p7", {"swiglu_limits": [5.0] * 45}, "swiglu_limits must be one of 0, 7, 16 for each of 45 layers"),
+        ("step3p7", {"attention_other_setting": {"head_dim": 64}}, "attention_other_setting is only supported with"),
+        ("step3p7", {"per_layer_config": {"00": {"num_attention_heads": 8}}}, "per_layer_config is only supported"),
         ("llava", {"model_type": "llama", "rope_scaling": {"type": "mrope"}}, "rotary scaling 'mrope'"),
         ("llava", {"model_type": "olmo", "clip_qkv": 8.0}, "settings that no recipe has"),
         ("llava", {"model_type": "llama", "quantization_config": {"quant_method": "gptq"}}, "quantised.*gptq"),

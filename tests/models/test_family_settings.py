@@ -360,6 +360,35 @@ def test_a_kimi_linear_may_have_the_names_of_its_own_code() -> None:
     assert named.max_position_embeddings == ours.max_position_embeddings == 77
 
 
+@pytest.mark.parametrize("scaling", [{}, {"rope_scaling": LLAMA3_1}])
+def test_a_step_may_have_the_names_of_its_own_code(scaling: dict[str, object]) -> None:
+    """Lists for each layer go on with three that draft tokens."""
+    released: dict[str, Any] = scaling | {
+        "attention_other_setting": {"num_attention_heads": 96, "num_attention_groups": 8, "head_dim": 128},
+        "layer_types": [FULL, SLIDING, SLIDING, SLIDING] * 2,
+        "moe_layers_enum": "2,4",
+        "moe_num_experts": 16,
+        "moe_top_k": 3,
+        "num_attention_groups": 8,
+        "num_hidden_layers": 5,
+        "num_nextn_predict_layers": 3,
+        "partial_rotary_factors": [0.5, 1.0, 1.0, 1.0] * 2,
+        "rope_theta": [5_000_000.0, 10_000.0, 10_000.0, 10_000.0] * 2,
+        "share_expert_dims": 64,
+        "sliding_window": 16,
+        "swiglu_limits": [0.0] * 4 + [7.0] * 4,
+        "swiglu_limits_shared": [0.0] * 4 + [16.0] * 4,
+    }
+    usual = json.loads(json.dumps(CONFIG_MAPPING["step3p5"](**released).to_dict()))
+    named, ours, other = (
+        settings_from_values("step3p5", values) for values in (released, usual, released | {"moe_top_k": 2})
+    )
+    for each in (named, ours):
+        each.check()
+    assert named.recipe() == ours.recipe() != other.recipe()
+    assert named.recipe().attention[0].rotary != named.recipe().attention[1].rotary
+
+
 def test_a_sarvam_has_other_names_for_three_settings() -> None:
     usual: dict[str, object] = {"n_routed_experts": 8, "n_shared_experts": 2, "attention_bias": True}
     others: dict[str, object] = {"num_experts": 8, "num_shared_experts": 2, "use_qkv_bias": True}
@@ -379,6 +408,7 @@ WITHOUT_EFFECT = {
     *("chunk_size", "mamba_chunk_size", "use_mamba_kernels", "mamba_ssm_cache_dtype"),  # how transformers computes
     *("use_mambapy", "use_associative_scan"),  # as well
     *("num_nextn_predict_layers", "mtp_layers_block_type"),  # layers that guess further tokens
+    *("mtp_layer_types", "mtp_mlp_layer_types"),  # as well
     *("expand", "n_shared_experts", "moe_shared_expert_overlap"),  # read by nothing
     *("linear_a_log_min", "linear_a_log_max", "linear_dt_min", "linear_dt_max", "linear_dt_init_floor"),  # for training
     "residual_in_fp32",  # the residual has the numbers of the weights

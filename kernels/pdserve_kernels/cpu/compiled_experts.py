@@ -22,6 +22,8 @@ ACTIVATIONS = {
     Activation.CLAMPED_SILU: 5,
     Activation.SIGMOID: 6,
     Activation.SOFTPLUS: 7,
+    Activation.SILU_TO_7: 8,
+    Activation.SILU_TO_16: 9,
 }
 """The numbers of csrc/activations.h."""
 _SCORINGS = {

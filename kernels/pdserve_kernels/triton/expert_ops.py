@@ -34,6 +34,8 @@ ACTIVATIONS = {
     Activation.RELU: 3,
     Activation.RELU_SQUARED: 4,
     Activation.CLAMPED_SILU: 5,
+    Activation.SILU_TO_7: 6,
+    Activation.SILU_TO_16: 7,
 }
 _SLOPE, _MOST = tl.constexpr(CLAMPED_SLOPE), tl.constexpr(CLAMPED_AT)
 
@@ -181,12 +183,26 @@ def _activated(values, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
+def _within(values, BOUND: tl.constexpr):
+    values = tl.where(values > BOUND, BOUND, values)
+    return tl.where(values < -BOUND, -BOUND, values)
+
+
+@triton.jit
+def _bounded_silu(gate, up, BOUND: tl.constexpr):
+    gate = gate * sigmoid(gate)
+    return tl.where(gate > BOUND, BOUND, gate) * _within(up, BOUND)
+
+
+@triton.jit
 def _gated(gate, up, ACTIVATION: tl.constexpr, GATED: tl.constexpr):
     if ACTIVATION == 5:
         gate = tl.where(gate > _MOST, _MOST, gate)
-        up = tl.where(up > _MOST, _MOST, up)
-        up = tl.where(up < -_MOST, -_MOST, up)
-        result = (up + 1.0) * (gate * sigmoid(gate * _SLOPE))
+        result = (_within(up, _MOST) + 1.0) * (gate * sigmoid(gate * _SLOPE))
+    elif ACTIVATION == 6:
+        result = _bounded_silu(gate, up, 7.0)
+    elif ACTIVATION == 7:
+        result = _bounded_silu(gate, up, 16.0)
     elif GATED:
         result = _activated(gate, ACTIVATION) * up
     else:

@@ -52,7 +52,7 @@ from pdserve.models.sizes import (
 )
 from pdserve.models.tp.shares import shares_out_experts
 from pdserve.wire.cache_groups import Keep
-from pdserve_kernels.feed_forward import Activation
+from pdserve_kernels.feed_forward import SILU_BOUNDS, Activation
 
 log = logging.getLogger(__name__)
 
@@ -66,6 +66,7 @@ SCORING_BYTES_PER_LOGIT = 32
 _INDEX_BYTES = 8
 _FP32_BYTES = 4
 _INNER_NUMBERS = {Activation.SILU: 3, Activation.GELU_TANH: 3, Activation.XIELU: 7}
+_INNER_NUMBERS |= dict.fromkeys(SILU_BOUNDS.values(), 5)
 """How many numbers for each channel of a feed-forward part are there at once. With others, it is 4."""
 
 

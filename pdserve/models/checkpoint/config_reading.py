@@ -41,6 +41,7 @@ _PARTS = (
         "connector.",
         "merger.",
         "image_newline",
+        "vit_large_projector.",
     ),
     *("audio_tower.", "embed_vision.", "embed_audio."),
     *("vision_embedder.", "vision_adapter.", "vision_projection."),

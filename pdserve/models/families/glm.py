@@ -38,10 +38,11 @@ from pdserve.models.recipe import (
     LayerRecipe,
     MlpRecipe,
     ModelRecipe,
+    Norm,
     NormOrder,
     Rotary,
 )
-from pdserve_kernels.feed_forward import Activation, Scoring
+from pdserve_kernels.feed_forward import SILU_BOUNDS, Activation, Scoring
 
 GLM4_NORMS = ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm")
 
@@ -532,6 +533,159 @@ class LagunaSettings(FamilySettings, kw_only=True):
             scale=self.moe_routed_scaling_factor,
             shared=gated("mlp.shared_expert", self.shared_expert_intermediate_size),
         )
+
+
+class OtherHeads(msgspec.Struct, kw_only=True):
+    """The object ``attention_other_setting`` of a Step 3.5: what layers with windows have otherwise."""
+
+    num_attention_heads: Count | None = None
+    num_attention_groups: Count | None = None
+    head_dim: Count | None = None
+
+
+class Step3p5Settings(LagunaSettings, kw_only=True):
+    """StepFun's Step 3.5, the text part of Step 3.7: Laguna's attention, and bounded activations in some layers.
+
+    Older files have other names, and lists of bases and parts of heads for all layers. Lists may go on with layers
+    that draft tokens.
+    """
+
+    models: ClassVar[str] = "Step 3.7 Flash"
+    layers_differ: ClassVar[bool] = True
+    vocab_size: Count = 128_815
+    hidden_size: Count = 4096
+    intermediate_size: Count = 11_264
+    num_hidden_layers: Count = 45
+    num_attention_heads: Count = 64
+    max_position_embeddings: Count = 128_000
+    rms_norm_eps: float = 1e-5
+    sliding_window: Count | None = None
+    num_attention_groups: Count | None = None
+    num_sliding_attention_heads: Count | None = None
+    attention_other_setting: OtherHeads | None = None
+    query_pre_attn_scalar: float | None = None
+    num_experts: Count = msgspec.field(name="n_routed_experts", default=288)
+    moe_num_experts: Count | None = None
+    moe_top_k: Count | None = None
+    moe_intermediate_size: Count = 1280
+    moe_layers_enum: str | list[int] | None = None
+    moe_router_scaling_factor: float = 1.0
+    share_expert_dim: Count = 1280
+    share_expert_dims: Count | None = None
+    swiglu_limits: list[float | None] | None = None
+    swiglu_limits_shared: list[float | None] | None = None
+    rope_theta: float | list[float] | None = None  # type: ignore[assignment]  # older files have one for each layer
+    partial_rotary_factors: list[float] | None = None
+
+    def __post_init__(self) -> None:
+        self.num_key_value_heads = self.num_attention_groups or self.num_key_value_heads
+        self.num_experts = self.moe_num_experts or self.num_experts
+        self.num_experts_per_tok = self.moe_top_k or self.num_experts_per_tok
+        self.share_expert_dim = self.share_expert_dims or self.share_expert_dim
+        layers = self.num_hidden_layers
+        self.layer_types = self.layer_types and self.layer_types[:layers]
+        self.mlp_layer_types = self.mlp_layer_types and self.mlp_layer_types[:layers]
+        others = self.attention_other_setting or OtherHeads()
+        self.num_sliding_attention_heads = (
+            self.num_sliding_attention_heads or others.num_attention_heads or self.num_attention_heads
+        )
+        self.rope_parameters = self._rotary_settings()
+        self.rope_scaling = self.rope_theta = None
+
+    def _rotary_settings(self) -> RotarySettings:
+        """Returns what the file says of frequencies, as newer files say it."""
+        given, scaling = self.rope_parameters, self.rope_scaling
+        if given is not None and (given.full_attention is not None or given.sliding_attention is not None):
+            return given
+        kinds = self.layer_types or [FULL]
+        found = dict[str, RotarySettings]()
+        for kind in (FULL, SLIDING):
+            first = kinds.index(kind) if kind in kinds else 0
+            own = RotarySettings(rope_theta=_of_layer(self.rope_theta, first))
+            own.partial_rotary_factor = _of_layer(self.partial_rotary_factors, first)
+            if kind == FULL and scaling is not None:
+                theta = scaling.rope_theta or own.rope_theta
+                part = scaling.partial_rotary_factor or own.partial_rotary_factor
+                own = msgspec.structs.replace(scaling, rope_theta=theta, partial_rotary_factor=part)
+            found[kind] = own
+        return RotarySettings(full_attention=found[FULL], sliding_attention=found[SLIDING])
+
+    def check(self) -> None:
+        super().check()
+        others = self.attention_other_setting or OtherHeads()
+        given, used = (others.num_attention_groups, others.head_dim), (self.kv_heads(), self.head_size())
+        if any(own not in (None, usual) for own, usual in zip(given, used, strict=True)):
+            raise ModelError("attention_other_setting is only supported with the KV heads and channels of other layers")
+        heads = {str(index): {"num_attention_heads": each} for index, each in enumerate(self.query_heads())}
+        own = self.per_layer_config
+        if own is not None and (not isinstance(own, dict) or any(heads.get(str(int(i))) != own[i] for i in own)):
+            raise ModelError("per_layer_config is only supported if it has the heads of num_sliding_attention_heads")
+        for limits in (self.swiglu_limits, self.swiglu_limits_shared):
+            if limits and (len(limits) < self.num_hidden_layers or not set(limits) <= {None, 0.0, *SILU_BOUNDS}):
+                known = ", ".join(f"{bound:g}" for bound in SILU_BOUNDS)
+                raise ModelError(f"swiglu_limits must be one of 0, {known} for each of {self.num_hidden_layers} layers")
+
+    def attention_scale(self) -> float:
+        return float((self.query_pre_attn_scalar or self.head_size()) ** -0.5)
+
+    def norm(self) -> Norm:
+        return Norm(self.rms_norm_eps, offset=1.0)
+
+    def kinds(self) -> list[str]:
+        if self.mlp_layer_types is not None:
+            return self.mlp_layer_types
+        given, layers = self.moe_layers_enum, self.num_hidden_layers
+        if given is None:
+            return first_dense(3, layers)
+        numbers = given if isinstance(given, list) else [int(each) for each in given.split(",") if each.strip()]
+        return [SPARSE if index in numbers else DENSE for index in range(layers)]
+
+    def query_heads(self) -> list[int]:
+        windowed = self.num_sliding_attention_heads or self.num_attention_heads
+        return [self.num_attention_heads if window is None else windowed for window in self.windows()]
+
+    def _turning(self, *, full: bool) -> Rotary:
+        found = self.rotary_of_kind(RotarySettings(), full=full)
+        part = 1.0 if found.partial_rotary_factor is None else found.partial_rotary_factor
+        return rotary_of(found, 10_000.0, self.max_position_embeddings, int(self.head_size() * part))
+
+    def attention(self, index: int) -> AttentionRecipe:
+        return replace(super().attention(index), gate=GateRecipe("self_attn.g_proj", one=True))
+
+    def feed_forward(self, index: int) -> FeedForwardRecipe:
+        shared = _bounded(self.swiglu_limits_shared, index)
+        if self.kinds()[index] == DENSE:
+            return replace(self.mlp(), activation=shared)
+        gate, up, down = (f"moe.{name}_proj" for name in ("gate", "up", "down"))
+        names = MlpRecipe(self.moe_intermediate_size, gate=f"{gate}.{{}}", up=f"{up}.{{}}", down=f"{down}.{{}}")
+        return ExpertsRecipe(
+            self.num_experts,
+            self.num_experts_per_tok,
+            replace(names, activation=_bounded(self.swiglu_limits, index)),
+            router="moe.gate",
+            scoring=Scoring.SIGMOID,
+            normalised=True,
+            correction="moe.router_bias",
+            scale=self.moe_router_scaling_factor,
+            shared=replace(gated("share_expert", self.share_expert_dim), activation=shared),
+            stacked=tuple((f"{name}.weight", f"{name}.{{}}.weight") for name in (gate, up, down)),
+        )
+
+    def recipe(self) -> ModelRecipe:
+        # Released files have three layers that draft tokens.
+        drafting = tuple(f"model.layers.{self.num_hidden_layers + number}." for number in range(3))
+        return replace(super().recipe(), unused=drafting)
+
+
+def _of_layer(given: float | list[float] | None, index: int) -> float | None:
+    """Returns the value of a layer, if there is one for all or for each."""
+    return given[index] if isinstance(given, list) else given
+
+
+def _bounded(limits: list[float | None] | None, index: int) -> Activation:
+    """Returns the activation of a layer. A limit of 0 is none."""
+    limit = limits[index] if limits else None
+    return SILU_BOUNDS[limit] if limit else Activation.SILU
 
 
 class Glm4vTextSettings(Glm4Settings, kw_only=True):

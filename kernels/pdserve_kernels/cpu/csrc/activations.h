@@ -52,16 +52,40 @@ struct Softplus {
 // The activation of gpt-oss: a gate up to kClampedAt, and an up within it.
 inline constexpr float kClampedSlope = 1.702f, kClampedAt = 7.0f;
 
+inline Lanes up_to(Lanes x, float bound) {
+  const Lanes most = splat(bound);
+  return x > most ? most : x;
+}
+
+inline Lanes within(Lanes x, float bound) {
+  const Lanes least = splat(-bound);
+  x = up_to(x, bound);
+  return x < least ? least : x;
+}
+
 inline Lanes clamped_silu(Lanes gate, Lanes up) {
-  const Lanes most = splat(kClampedAt), least = splat(-kClampedAt);
-  gate = gate > most ? most : gate;
-  up = up > most ? most : up;
-  up = up < least ? least : up;
+  gate = up_to(gate, kClampedAt);
+  up = within(up, kClampedAt);
   return (up + 1.0f) * (gate * sigmoid(gate * kClampedSlope));
 }
 
 // In the order of compiled_experts.py.
-enum Activation { kSilu, kGelu, kExactGelu, kRelu, kSquaredRelu, kClampedSilu, kSigmoid, kSoftplus };
+enum Activation {
+  kSilu,
+  kGelu,
+  kExactGelu,
+  kRelu,
+  kSquaredRelu,
+  kClampedSilu,
+  kSigmoid,
+  kSoftplus,
+  kSiluTo7,
+  kSiluTo16,
+};
+
+inline Lanes bounded_silu(Lanes gate, Lanes up, float bound) {
+  return up_to(Silu()(gate), bound) * within(up, bound);
+}
 
 template <class Act>
 Lanes gated(Lanes gate, Lanes up, bool has_gate) {
@@ -78,6 +102,8 @@ inline Lanes activated(int activation, Lanes gate, Lanes up, bool has_gate) {
     case kSquaredRelu: return gated<SquaredRelu>(gate, up, has_gate);
     case kSigmoid: return gated<Sigmoid>(gate, up, has_gate);
     case kSoftplus: return gated<Softplus>(gate, up, has_gate);
+    case kSiluTo7: return bounded_silu(gate, up, 7.0f);
+    case kSiluTo16: return bounded_silu(gate, up, 16.0f);
     default: return clamped_silu(gate, up);
   }
 }
