@@ -21,6 +21,8 @@ class Scoring(enum.Enum):
     """Sigmoid of each output, of which the largest are chosen."""
     SIGMOID_OF_CHOSEN = "sigmoid_of_chosen"
     """The largest are chosen, and sigmoid is taken of these, so that no two are equal because both are almost 1."""
+    ROOT_SOFTPLUS = "root_softplus"
+    """Square root of the softplus of each output, of which the largest are chosen."""
 
 
 class GroupScore(enum.Enum):
@@ -65,6 +67,7 @@ class Routing:
 
 
 CLAMPED_SLOPE, CLAMPED_AT = 1.702, 7.0
+LIMITED_AT = 10.0
 
 
 class Activation(enum.Enum):
@@ -78,6 +81,8 @@ class Activation(enum.Enum):
     XIELU = "xielu"
     CLAMPED_SILU = "clamped_silu"
     """``gate * sigmoid(CLAMPED_SLOPE * gate) * (up + 1)``, of a gate up to ``CLAMPED_AT``, and an up within it."""
+    LIMITED_SILU = "limited_silu"
+    """``gate * sigmoid(gate) * up``, of a gate up to ``LIMITED_AT``, and an up within it."""
     SIGMOID = "sigmoid"
     SOFTPLUS = "softplus"
     SILU_TO_7 = "silu_to_7"
@@ -88,5 +93,5 @@ class Activation(enum.Enum):
 
 SILU_BOUNDS = {7.0: Activation.SILU_TO_7, 16.0: Activation.SILU_TO_16}
 """The bounds of silu that there are."""
-ALWAYS_GATED = frozenset({Activation.CLAMPED_SILU, *SILU_BOUNDS.values()})
+ALWAYS_GATED = frozenset({Activation.CLAMPED_SILU, Activation.LIMITED_SILU, *SILU_BOUNDS.values()})
 """The activations that are functions of a gate and an up."""

@@ -12,6 +12,7 @@ from pdserve_kernels.contract import ExpertsForm, HeadNorms, StateRuns
 from pdserve_kernels.feed_forward import (
     CLAMPED_AT,
     CLAMPED_SLOPE,
+    LIMITED_AT,
     SILU_BOUNDS,
     Activation,
     GroupScore,
@@ -103,6 +104,8 @@ def activated(inner: torch.Tensor, activation: Activation, *, gated: bool) -> to
     for bound, bounded in SILU_BOUNDS.items():
         if activation is bounded:
             return F.silu(gate).clamp(max=bound) * up.clamp(-bound, bound)
+    if activation is Activation.LIMITED_SILU:
+        return F.silu(gate.clamp(max=LIMITED_AT)) * up.clamp(-LIMITED_AT, LIMITED_AT)
     return _ALONE[activation](gate) * up
 
 
@@ -419,6 +422,8 @@ def route(
             scores = logits.float()
         case Scoring.SIGMOID:
             scores = logits.float().sigmoid()
+        case Scoring.ROOT_SOFTPLUS:
+            scores = F.softplus(logits.float()).sqrt()
     compared = scores if correction is None else scores + correction
     if rule.groups > 1:
         grouped = compared.view(len(compared), rule.groups, -1)

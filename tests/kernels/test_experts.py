@@ -155,6 +155,7 @@ RULES = [
     Routing(5, Scoring.SOFTMAX_OF_CHOSEN, scale=2.0),
     Routing(3, Scoring.SIGMOID, normalised=True, smallest_sum=1e-6),
     Routing(3, Scoring.SIGMOID_OF_CHOSEN),
+    Routing(3, Scoring.ROOT_SOFTPLUS, normalised=True, smallest_sum=1e-20, scale=1.5),
     Routing(4, Scoring.SIGMOID, normalised=True, smallest_sum=1e-20, scale=2.5, groups=4, chosen_groups=2),
     Routing(4, scale=16.0, groups=4, chosen_groups=3, group_score=GroupScore.BEST),
 ]

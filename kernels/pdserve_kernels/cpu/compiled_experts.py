@@ -24,6 +24,7 @@ ACTIVATIONS = {
     Activation.SOFTPLUS: 7,
     Activation.SILU_TO_7: 8,
     Activation.SILU_TO_16: 9,
+    Activation.LIMITED_SILU: 10,
 }
 """The numbers of csrc/activations.h."""
 _SCORINGS = {
@@ -31,6 +32,7 @@ _SCORINGS = {
     Scoring.SOFTMAX_OF_CHOSEN: 1,
     Scoring.SIGMOID: 2,
     Scoring.SIGMOID_OF_CHOSEN: 3,
+    Scoring.ROOT_SOFTPLUS: 4,
 }
 """The numbers of csrc/route.cpp."""
 _DENSE = -1

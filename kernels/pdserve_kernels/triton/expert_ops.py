@@ -18,7 +18,15 @@ import triton
 import triton.language as tl
 
 from pdserve_kernels.contract import BlockFormat, BlockWeight, ExpertsForm, ExpertWeights, UnreadWeight
-from pdserve_kernels.feed_forward import CLAMPED_AT, CLAMPED_SLOPE, Activation, GroupScore, Routing, Scoring
+from pdserve_kernels.feed_forward import (
+    CLAMPED_AT,
+    CLAMPED_SLOPE,
+    LIMITED_AT,
+    Activation,
+    GroupScore,
+    Routing,
+    Scoring,
+)
 from pdserve_kernels.reference import with_identities
 from pdserve_kernels.triton.block_ops import add_products, form_constants, tile_inputs, widened
 from pdserve_kernels.triton.block_packing import PackedWeight, empty_packed, fill, packed
@@ -26,7 +34,13 @@ from pdserve_kernels.triton.fp8_products import GROUP, fp8_products, fp8_tensors
 from pdserve_kernels.triton.paged_attention import launch_fitting
 from pdserve_kernels.triton.token_ops import sigmoid
 
-_SCORINGS = {Scoring.SOFTMAX: 0, Scoring.SOFTMAX_OF_CHOSEN: 1, Scoring.SIGMOID: 2, Scoring.SIGMOID_OF_CHOSEN: 3}
+_SCORINGS = {
+    Scoring.SOFTMAX: 0,
+    Scoring.SOFTMAX_OF_CHOSEN: 1,
+    Scoring.SIGMOID: 2,
+    Scoring.SIGMOID_OF_CHOSEN: 3,
+    Scoring.ROOT_SOFTPLUS: 4,
+}
 ACTIVATIONS = {
     Activation.SILU: 0,
     Activation.GELU_TANH: 1,
@@ -36,8 +50,9 @@ ACTIVATIONS = {
     Activation.CLAMPED_SILU: 5,
     Activation.SILU_TO_7: 6,
     Activation.SILU_TO_16: 7,
+    Activation.LIMITED_SILU: 8,
 }
-_SLOPE, _MOST = tl.constexpr(CLAMPED_SLOPE), tl.constexpr(CLAMPED_AT)
+_SLOPE, _MOST, _LIMIT = tl.constexpr(CLAMPED_SLOPE), tl.constexpr(CLAMPED_AT), tl.constexpr(LIMITED_AT)
 
 LOOKED_AT = 1024
 """The assignments that a program which sorts looks at together."""
@@ -82,6 +97,9 @@ def _route_kernel(
         scores = _softmax(scores)
     if SCORING == 2:
         scores = sigmoid(scores)
+    if SCORING == 4:
+        # The logarithm of 1 and a positive number of up to 1.
+        scores = tl.sqrt(tl.where(scores > 0, scores, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(scores))))
     compared = scores
     if correction is not None:
         compared += tl.load(correction + expert, mask=inside, other=0.0)
@@ -203,6 +221,9 @@ def _gated(gate, up, ACTIVATION: tl.constexpr, GATED: tl.constexpr):
         result = _bounded_silu(gate, up, 7.0)
     elif ACTIVATION == 7:
         result = _bounded_silu(gate, up, 16.0)
+    elif ACTIVATION == 8:
+        gate = tl.where(gate > _LIMIT, _LIMIT, gate)
+        result = gate * sigmoid(gate) * _within(up, _LIMIT)
     elif GATED:
         result = _activated(gate, ACTIVATION) * up
     else:

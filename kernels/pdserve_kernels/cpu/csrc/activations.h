@@ -69,6 +69,13 @@ inline Lanes clamped_silu(Lanes gate, Lanes up) {
   return (up + 1.0f) * (gate * sigmoid(gate * kClampedSlope));
 }
 
+// The activation of DeepSeek V4: a gate up to kLimitedAt, and an up within it.
+inline constexpr float kLimitedAt = 10.0f;
+
+inline Lanes limited_silu(Lanes gate, Lanes up) {
+  return Silu()(up_to(gate, kLimitedAt)) * within(up, kLimitedAt);
+}
+
 // In the order of compiled_experts.py.
 enum Activation {
   kSilu,
@@ -81,6 +88,7 @@ enum Activation {
   kSoftplus,
   kSiluTo7,
   kSiluTo16,
+  kLimitedSilu,
 };
 
 inline Lanes bounded_silu(Lanes gate, Lanes up, float bound) {
@@ -104,6 +112,7 @@ inline Lanes activated(int activation, Lanes gate, Lanes up, bool has_gate) {
     case kSoftplus: return gated<Softplus>(gate, up, has_gate);
     case kSiluTo7: return bounded_silu(gate, up, 7.0f);
     case kSiluTo16: return bounded_silu(gate, up, 16.0f);
+    case kLimitedSilu: return limited_silu(gate, up);
     default: return clamped_silu(gate, up);
   }
 }

@@ -1,5 +1,6 @@
 // Chooses the experts of each row by the outputs of a router, and weighs them.
 #include <algorithm>
+#include <cmath>
 #include <limits>
 
 #include "activations.h"
@@ -10,7 +11,7 @@
 namespace pdserve {
 namespace {
 
-enum Scoring { kSoftmax, kSoftmaxOfChosen, kSigmoid, kSigmoidOfChosen };
+enum Scoring { kSoftmax, kSoftmaxOfChosen, kSigmoid, kSigmoidOfChosen, kRootSoftplus };
 
 constexpr float kNever = -std::numeric_limits<float>::infinity();
 
@@ -44,6 +45,14 @@ void apply_sigmoid(float* values, long count) {
   }
 }
 
+void apply_root_softplus(float* values, long count) {
+  for (long i = 0; i < count; i += kLanes) {
+    const long n = std::min(kLanes, count - i);
+    store_part(values + i, Softplus()(load_part(values + i, n)), n);
+  }
+  for (long i = 0; i < count; i++) values[i] = std::sqrt(values[i]);
+}
+
 // Marks the experts of all groups but the best as taken.
 void bar_groups(const Router& rule, const float* compared, bool* taken) {
   const long size = rule.experts / rule.groups;
@@ -71,6 +80,7 @@ void route_row(const Router& rule, const T* logits, int32_t* chosen, float* weig
   for (long e = 0; e < count; e++) scores[e] = widen(logits[e]);
   if (rule.scoring == kSoftmax) apply_softmax(scores, count);
   if (rule.scoring == kSigmoid) apply_sigmoid(scores, count);
+  if (rule.scoring == kRootSoftplus) apply_root_softplus(scores, count);
   if (rule.correction) {
     compared = scores + count;
     for (long e = 0; e < count; e++) compared[e] = scores[e] + rule.correction[e];
