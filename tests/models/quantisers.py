@@ -206,6 +206,25 @@ def mxfp4(weight: torch.Tensor) -> tuple[Parts, torch.Tensor]:
     return parts, (numbers * each).flatten(1)
 
 
+def mxfp4_pairs(weight: torch.Tensor) -> tuple[Parts, torch.Tensor]:
+    """As DeepSeek V4 has its experts."""
+    parts, numbers = mxfp4(weight)
+    scale = parts["weight_scale"].view(torch.float8_e8m0fnu)
+    return {"weight": parts["weight_packed"].view(torch.int8), "scale": scale}, numbers
+
+
+def fp8_powers(weight: torch.Tensor) -> tuple[Parts, torch.Tensor]:
+    """As DeepSeek V4 has its other weights: scales of blocks are powers of two."""
+    outputs, inputs = weight.shape
+    rows, columns = -(-outputs // 128), -(-inputs // 128)
+    padded = torch.nn.functional.pad(weight, (0, 128 * columns - inputs, 0, 128 * rows - outputs))
+    most = padded.view(rows, 128, columns, 128).abs().amax((1, 3))
+    scale = torch.exp2((most / 448).clamp(min=1e-8).log2().ceil())
+    each = scale.repeat_interleave(128, 0)[:outputs].repeat_interleave(128, 1)[:, :inputs]
+    codes = (weight / each).to(torch.float8_e4m3fn)
+    return {"weight": codes, "scale": scale.to(torch.float8_e8m0fnu)}, codes.float() * each
+
+
 @dataclass(frozen=True, slots=True)
 class Format:
     """A format of weights, and what a ``config.json`` says of it."""
@@ -232,6 +251,8 @@ _TOKENS = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
 _DYNAMIC = {"activation_scheme": "dynamic", "modules_to_not_convert": ["lm_head"]}
 FORMATS: dict[str, Format] = {
     "fp8-blocks": Format(fp8_blocks, _said("fp8", weight_block_size=[128, 128], fmt="e4m3", **_DYNAMIC), "Q8_0"),
+    "fp8-powers": Format(fp8_powers, _said("fp8", weight_block_size=[128, 128], scale_fmt="ue8m0", **_DYNAMIC), "Q8_0"),
+    "mxfp4-pairs": Format(mxfp4_pairs, _said("fp8", weight_block_size=[128, 128], **_DYNAMIC), "MXFP4"),
     "fp8-static": Format(fp8_whole, _said("fp8", activation_scheme="static"), "Q8_0"),
     "fbgemm": Format(fp8_outputs, _said("fbgemm_fp8", activation_scale_ub=1200.0), "Q8_0"),
     "ct-fp8": Format(
@@ -301,7 +322,7 @@ def quantised_folders(folder: Path, name: str, into: Path) -> tuple[Path, Path]:
     plain: Parts = {}
     for key, tensor in load_file(folder / "model.safetensors").items():
         outside = "lm_head" in key or ("embed" in key and not form.embedded)
-        if tensor.dim() != 2 or outside:
+        if tensor.dim() != 2 or outside or not key.endswith("weight"):
             small[key], plain[key] = tensor, tensor
             continue
         parts, numbers = form.quantise(tensor.float())

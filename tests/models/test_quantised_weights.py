@@ -324,6 +324,12 @@ MISFITS = [
     ("mlx-4", "biases", None, r"there is no tensor '.*down_proj\.biases'"),
     ("modelopt-nvfp4", "weight_scale_2", None, r"there is no tensor '.*weight_scale_2'"),
     ("ct-mxfp4", "weight_scale", first, r"weight_scale' of shape \[1, 6\]"),
+    (
+        "mxfp4-pairs",
+        "scale",
+        first,
+        r"MXFP4 needs a scale in F8_E8M0 for each 32 numbers of a row in .*down",
+    ),
 ]
 
 

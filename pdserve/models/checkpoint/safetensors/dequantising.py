@@ -176,7 +176,7 @@ def _mxfp4_blocks(tensor: QuantisedTensor, load: Load, rows: slice, columns: sli
     """Returns blocks as GGUF files have them: the scale, and the halves of 16 bytes belong to numbers 16 apart."""
     codes = _nibbles(_bytes_of(tensor, load, rows), columns).view(rows.stop - rows.start, -1, BLOCK_INPUTS)
     first, end, _ = columns.indices(tensor.shape[1])
-    scales = load(tensor.scales)[rows, first // BLOCK_INPUTS : end // BLOCK_INPUTS]
+    scales = load(tensor.scales).view(torch.uint8)[rows, first // BLOCK_INPUTS : end // BLOCK_INPUTS]
     return torch.cat((scales.unsqueeze(-1), _in_halves(codes)), -1).flatten(1)
 
 
@@ -282,7 +282,7 @@ def _scales(tensor: QuantisedTensor, load: Load, rows: slice) -> torch.Tensor:
     """Returns fp32 ``[rows, groups]``."""
     scales = load(tensor.scales)
     if tensor.form is Form.MXFP4:
-        exponents = scales[rows].to(torch.int32) - _EXPONENT_OF_ONE
+        exponents = scales[rows].view(torch.uint8).to(torch.int32) - _EXPONENT_OF_ONE
         return torch.ldexp(torch.ones(exponents.shape), exponents)
     found = _grid_rows(tensor, scales, rows)
     if not tensor.factor:
@@ -316,7 +316,7 @@ def _groups(tensor: QuantisedTensor, load: Load, columns: slice) -> torch.Tensor
 
 def _bytes_of(tensor: QuantisedTensor, load: Load, rows: slice) -> torch.Tensor:
     """Returns the bytes of rows of ``HALVES``, which gpt-oss has in blocks."""
-    return load(tensor.codes)[rows].flatten(1)
+    return load(tensor.codes)[rows].view(torch.uint8).flatten(1)
 
 
 def _nibbles(stored: torch.Tensor, columns: slice) -> torch.Tensor:

@@ -92,7 +92,10 @@ FORMS: Mapping[Form, ByDevice] = {
 
 
 METHODS: Mapping[str, tuple[str, str]] = {
-    "fp8": ("FP8: DeepSeek's and Qwen's 128 × 128 blocks, or one scale for a weight", "e5m2"),
+    "fp8": (
+        "FP8: DeepSeek's and Qwen's 128 × 128 blocks, or one scale for a weight; DeepSeek V4's experts in MXFP4",
+        "e5m2",
+    ),
     "fbgemm_fp8": ("FP8 for each output", ""),
     "compressed-tensors": (
         "`float-quantized`, `int-quantized`, `naive-quantized`, `pack-quantized` (4 and 8 bits, act-order), "

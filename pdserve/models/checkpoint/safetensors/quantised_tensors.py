@@ -1,6 +1,7 @@
 """Finds the quantised weights among the tensors of safetensors files: each is several tensors, by their names.
 
-    NAME.weight          FP8 or int8, with NAME.weight_scale or NAME.weight_scale_inv
+    NAME.weight          FP8 or int8, with NAME.weight_scale, NAME.weight_scale_inv or NAME.scale
+    NAME.weight          DeepSeek V4: MXFP4 as bytes of two numbers, with NAME.scale
     NAME.weight_packed   compressed-tensors: 32-bit words along the inputs, or bytes of two numbers (NVFP4, MXFP4)
     NAME.qweight         GPTQ: 32-bit words along the inputs [in, out]; AWQ: along the outputs
     NAME.weight          MLX: 32-bit words along the inputs, with NAME.scales and NAME.biases
@@ -156,12 +157,16 @@ def _of_bytes(name: str, tensors: Tensors, quantisation: Quantisation) -> Quanti
     kinds = {(scheme.kind, scheme.bits) for scheme in quantisation.schemes}
     if not name.endswith(WEIGHT) or tensor.form not in (FP8, "I8"):
         return None
+    beside = f"{name.removesuffix(WEIGHT)}.scale"
+    if tensor.form == "I8" and quantisation.method == "fp8" and beside in tensors:
+        return _of_pairs(name, beside, tensors)
     if (("float", 8) if tensor.form == FP8 else ("int", 8)) not in kinds:
         raise _misfit(name, tensor, f"{quantisation.file} has no such weights ({quantisation.method})")
     _check_dimensions(name, tensor)
-    names = [each for each in (f"{name}_scale_inv", f"{name}_scale") if each in tensors]
+    known = (f"{name}_scale_inv", f"{name}_scale", beside)
+    names = [each for each in known if each in tensors]
     if len(names) != 1:
-        raise _misfit(name, tensor, f"it has {len(names)} of {name}_scale_inv and {name}_scale")
+        raise _misfit(name, tensor, f"it has {len(names)} of {', '.join(known)}")
     grid = _grid(name, tensor, names[0], tensors[names[0]], quantisation.block)
     groups = {scheme.group for scheme in quantisation.schemes if scheme.group > 0}
     if groups and quantisation.block is None and grid[0] == 1 and grid[1] not in {1, tensor.shape[1], *groups}:
@@ -179,6 +184,17 @@ def _of_bytes(name: str, tensors: Tensors, quantisation: Quantisation) -> Quanti
     if tensor.form != FP8:
         form = Form.INT8_OFFSET if zeros or not _whole_blocks(grid[1], tensor.shape[1]) else Form.INT8
     return _sized(QuantisedTensor(form, Packing.PLAIN, tensor.shape, name, names[0], grid, 0, zeros=zeros), tensors)
+
+
+def _of_pairs(name: str, scale: str, tensors: Tensors) -> QuantisedTensor:
+    """Returns a weight in MXFP4 whose bytes have two numbers each."""
+    codes, scales = tensors[name], tensors[scale]
+    _check_dimensions(name, codes)
+    outputs, inputs = codes.shape[0], 2 * codes.shape[1]
+    if scales.form != "F8_E8M0" or scales.shape != (outputs, inputs // MXFP4_GROUP) or inputs % MXFP4_GROUP:
+        raise _misfit(name, codes, f"MXFP4 needs a scale in F8_E8M0 for each {MXFP4_GROUP} numbers of a row in {scale}")
+    found = QuantisedTensor(Form.MXFP4, Packing.HALVES, (outputs, inputs), name, scale, (1, MXFP4_GROUP), 0, 4)
+    return _sized(found, tensors)
 
 
 def _grid(
