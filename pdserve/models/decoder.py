@@ -15,8 +15,8 @@ from pdserve.models.layer_groups import Place, layer_groups
 from pdserve.models.parts.attention import SelfAttention
 from pdserve.models.parts.experts import BesideExperts, Experts
 from pdserve.models.parts.feed_forward import FeedForward, Mlp
-from pdserve.models.parts.latent import LatentAttention
-from pdserve.models.parts.layer_ends import LayerEnd, PerLayerInputs, load_layer_end
+from pdserve.models.parts.latent import LatentAttention, SharedKvAttention
+from pdserve.models.parts.layer_ends import Connection, LayerEnd, PerLayerInputs, StreamSum, load_layer_end
 from pdserve.models.parts.mixers import Mixer, build_mixer
 from pdserve.models.parts.norms import LoadedNorm, load_norm
 from pdserve.models.parts.projections import Building
@@ -33,6 +33,7 @@ from pdserve.models.recipe import (
     NormOrder,
     QueryScale,
     Rotary,
+    StreamsRecipe,
 )
 from pdserve.models.table import FAMILIES
 from pdserve.wire.cache_groups import Keep
@@ -119,8 +120,6 @@ def _fallback_decoder(config: FallbackConfig, building: Building, dtype: torch.d
 class RecipeDecoder:
     """Satisfies ``Decoder``."""
 
-    capturable = True
-
     def __init__(
         self, config: FamilyConfig, building: Building, max_positions: int, dtype: torch.dtype, *, drafts: bool = False
     ) -> None:
@@ -156,6 +155,9 @@ class RecipeDecoder:
         for i, layer in reversed(list(enumerate(recipe.layers))):
             if layer.shortcut is not None:
                 self._layers[i : i + 2] = [parts.shortcut(layer.shortcut, parts.prefix(i), *self._layers[i : i + 2])]
+        streams = recipe.layers[0].streams
+        self._streams = 0 if streams is None else streams.count
+        self._sum = None if streams is None else StreamSum(config.hidden_size, building, streams, streams.head)
         self._norm = load_norm(building, recipe.norm, recipe.last_norm, config.hidden_size)
         self._head = vocab_parallel_head(building, self._embedding, shape, recipe)
         positions = max_positions if checkpoint.device.type != "meta" else 1
@@ -174,6 +176,8 @@ class RecipeDecoder:
                 load_norm(building, recipe.norm, draft.last_norm, config.hidden_size),
             )
         checkpoint.check_all_taken()
+        # The rows of entries that a step reads are as many as its contexts have.
+        self.capturable = config.shared is None
 
     @property
     def drafter(self) -> Drafter | None:
@@ -182,14 +186,18 @@ class RecipeDecoder:
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, cache: StepCache) -> torch.Tensor:
         residual = self.embedded(token_ids)
         inputs = None if self._per_layer is None else self._per_layer(token_ids, residual)
-        step = self.step(positions, cache, inputs)
+        step = self.step(token_ids, positions, cache, inputs)
         if self._embedding_norm is not None:
             residual = self._embedding_norm(residual)
         if self._positions is not None:
             residual = residual + self._positions(positions)
         delta: torch.Tensor | None = None
+        if self._streams:
+            residual = residual.unsqueeze(1).repeat(1, self._streams, 1)
         for layer in self._layers:
             delta, residual = layer(residual, delta, step)
+        if self._sum is not None:
+            residual = self._sum(residual)
         return residual if delta is None else residual + delta
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -200,9 +208,11 @@ class RecipeDecoder:
         found = self._embedding(token_ids)
         return found if self._embedding_scale == 1.0 else found * self._embedding_scale
 
-    def step(self, positions: torch.Tensor, cache: StepCache, inputs: torch.Tensor | None = None) -> Step:
-        """Returns what layers are given at ``positions``, ``[tokens]``."""
-        return Step([table.at(positions) for table in self._tables], cache, inputs)
+    def step(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, cache: StepCache, inputs: torch.Tensor | None = None
+    ) -> Step:
+        """Returns what layers are given for these tokens at ``positions``, both ``[tokens]``."""
+        return Step([table.at(positions) for table in self._tables], cache, token_ids, self._tables, inputs)
 
     def normed(self, hidden: torch.Tensor) -> torch.Tensor:
         """Applies the last norm."""
@@ -243,7 +253,7 @@ class _LayerDrafter:
     def forward(
         self, token_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, cache: StepCache
     ) -> torch.Tensor:
-        return self.layer(self.decoder.embedded(token_ids), hidden, self.decoder.step(positions, cache))
+        return self.layer(self.decoder.embedded(token_ids), hidden, self.decoder.step(token_ids, positions, cache))
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.decoder.head(hidden)
@@ -251,7 +261,8 @@ class _LayerDrafter:
 
 def _positions_of(config: FamilyConfig, part: AttentionRecipe) -> tuple[Rotary | None, QueryScale | None, int]:
     """Returns what tells a layer's kind of positions: how heads turn, and how many channels they have."""
-    channels = config.of_layer(part).head_dim if part.latent is None else part.latent.turned
+    of_some = part.latent or part.shared
+    channels = config.of_layer(part).head_dim if of_some is None else of_some.turned
     return part.rotary, part.query_scale, channels
 
 
@@ -275,6 +286,8 @@ class _Parts:
         """Returns layer ``index`` of the model."""
         recipe, prefix = self._config.recipe.layers[index], self.prefix(index)
         mix = self._mixing(recipe, prefix, index, self._places.attention[index], self._places.states[index])
+        if recipe.streams is not None:
+            return self._of_streams(recipe, recipe.streams, prefix, mix)
         return _layer(self._building, recipe, prefix, self._config.hidden_size, mix, self._feeding(recipe, prefix))
 
     def draft(self, draft: DraftRecipe) -> Layer:
@@ -282,6 +295,15 @@ class _Parts:
         recipe, prefix = draft.layer, draft.prefix
         mix = self._mixing(recipe, prefix, self._config.num_layers, self._places.draft, None)
         return _layer(self._building, recipe, prefix, self._config.hidden_size, mix, self._feeding(recipe, prefix))
+
+    def _of_streams(self, recipe: LayerRecipe, streams: StreamsRecipe, prefix: str, mix: Part | None) -> Layer:
+        feed, hidden, building = self._feeding(recipe, prefix), self._config.hidden_size, self._building
+        parts = []
+        for part, name, norm in zip((mix, feed), (streams.mix, streams.feed), recipe.norms, strict=True):
+            assert part is not None, "layers with several residuals have both parts"
+            loaded = load_norm(building, recipe.norm, prefix + norm, hidden)
+            parts.append(_Connected(Connection(hidden, building, streams, prefix + name), loaded, part))
+        return _OfStreams(*parts)
 
     def _mixing(
         self, recipe: LayerRecipe, prefix: str, index: int, place: Place | None, state: Place | None
@@ -298,7 +320,12 @@ class _Parts:
             table = self._kinds.index(_positions_of(config, recipe.attention))
             group = self._of_attention.index(place.group)
             built = (config, building, recipe.attention, prefix, place.index)
-            if recipe.attention.latent is None:
+            if recipe.attention.shared is not None:
+                entries = self._places.entries[index]
+                attention = SharedKvAttention(*built, None if entries is None else entries.index)
+                number = None if state is None else self._of_states.index(state.group)
+                attend = _AttendToShared(attention, table, group, number, 0 if state is None else state.index)
+            elif recipe.attention.latent is None:
                 attend = _Attend(SelfAttention(*built), table, group)
             else:
                 attend = _AttendToLatents(LatentAttention(*built), table, group)
@@ -324,7 +351,10 @@ class _Parts:
             case MlpRecipe():
                 feed: FeedForward = Mlp(hidden, building, part, prefix)
             case ExpertsRecipe():
-                feed = Experts(hidden, building, part, prefix)
+                experts = Experts(hidden, building, part, prefix, self._config.vocab_size)
+                if part.by_token:
+                    return _FeedByToken(experts)
+                feed = experts
             case MlpBesideExperts():
                 feed = BesideExperts(hidden, building, part, layer.norm, prefix)
         return _scaled(_Feed(feed), 1.0, layer.scales.feed_forward_out)
@@ -337,6 +367,10 @@ class Step:
     tables: Sequence[PositionTables]
     """Those of each kind of positions in the model, at the step's positions."""
     cache: StepCache
+    token_ids: torch.Tensor
+    """``[tokens]``"""
+    whole: Sequence[PositionTables]
+    """The tables of each kind, at all positions."""
     inputs: torch.Tensor | None = None
     """The inputs of the layers' ends, ``[tokens, layers, channels]``, if these have some."""
 
@@ -426,6 +460,23 @@ class _AttendToLatents:
 
 
 @dataclass(frozen=True, slots=True)
+class _AttendToShared:
+    """A layer's attention to one vector of a token, with the entries that are not complete in a state."""
+
+    attend: SharedKvAttention
+    table: int
+    group: int
+    state_group: int | None
+    state: int
+
+    def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+        assert step.cache.shared is not None, "a model with such layers plans for them"
+        tables = step.tables[self.table], step.whole[self.table]
+        states = None if self.state_group is None else step.cache.states[self.state_group].layers[self.state]
+        return self.attend(x, *tables, step.cache.shared, self.group, states, self.state_group)
+
+
+@dataclass(frozen=True, slots=True)
 class _Mix:
     """A layer's mixer, whose state is that of layer ``index`` of its group."""
 
@@ -472,6 +523,42 @@ class _Feed:
 
     def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
         return self.feed(x)
+
+
+@dataclass(frozen=True, slots=True)
+class _FeedByToken:
+    """Experts that are chosen by token."""
+
+    experts: Experts
+
+    def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+        return self.experts(x, token_ids=step.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class _Connected:
+    """A part of a layer with several residuals, and the norm before it."""
+
+    connection: Connection
+    norm: LoadedNorm
+    part: Part
+
+    def __call__(self, streams: torch.Tensor, step: Step) -> torch.Tensor:
+        given, spread, mixed = self.connection.opened(streams)
+        return self.connection.closed(streams, self.part(self.norm(given), step), spread, mixed)
+
+
+@dataclass(frozen=True, slots=True)
+class _OfStreams:
+    """A layer with several residuals, ``[tokens, count, hidden_size]``."""
+
+    mix: _Connected
+    feed: _Connected
+
+    def __call__(
+        self, residual: torch.Tensor, delta: torch.Tensor | None, step: Step
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+        return None, self.feed(self.mix(residual, step), step)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,19 @@ STATE_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
+class Entries:
+    """What a layer keeps of a context in entries that stand for several tokens each."""
+
+    every: int
+    """The tokens of an entry. A block has the entries whose last tokens it has."""
+    channels: int
+
+    def in_block(self, block_size: int) -> int:
+        """Returns how many entries a block has room for."""
+        return -(-block_size // self.every)
+
+
+@dataclass(frozen=True, slots=True)
 class LayerGroup:
     """Some layers of a model, whose blocks have one shape and are kept by one rule."""
 
@@ -36,6 +49,15 @@ class LayerGroup:
     """As in ``KvLayout``."""
     queries: int = 0
     """The query heads on all ranks together; 0 for a state."""
+    entries: tuple[Entries, ...] = ()
+    """Those of each layer, if the group has entries. A block is one layer of its bytes, in which they share the room of
+    each token: ``numbers`` is 0."""
+
+    def channels(self, block_size: int) -> int:
+        """Returns the numbers of a head that a block has for each token."""
+        if not self.entries:
+            return self.numbers
+        return -(-sum(each.in_block(block_size) * each.channels for each in self.entries) // block_size)
 
     @property
     def stored(self) -> int:
@@ -63,6 +85,8 @@ class LayerGroups:
     """The state of each layer; None for a layer without one."""
     draft: Place | None = None
     """The keys and values of the layer that drafts tokens, if there is one."""
+    entries: tuple[Place | None, ...] = ()
+    """The entries of each layer; None for a layer without."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,11 +107,13 @@ def layer_groups(config: DecoderConfig) -> LayerGroups:
     The first has the layers that see whole contexts, or, if none does, those with the largest window: without layers
     that keep whole contexts, blocks may as well stay. Then come the other windows, and then each shape of a state.
     A layer that reads the keys and values of another one has its place. The layer that drafts tokens is the last one of
-    its group. Raises ModelError if layers that see whole contexts differ in their heads.
+    its group. If layers have entries, these are the first group. Raises ModelError if layers that see whole contexts
+    differ in their heads.
     """
     count = config.num_layers
-    seen, states = _seen(config), _states(config)
-    whole = _whole(config, seen)
+    seen, states, entries = _seen(config), _states(config), _entries(config)
+    kept_entries = tuple(each for each in entries if each is not None)
+    whole = _Kind(1, 0, shared_channels=1, queries=config.heads) if kept_entries else _whole(config, seen)
     kinds = dict.fromkeys([whole, *(kind for kind in seen if kind is not None)])
     groups, attention = list[LayerGroup](), list[Place | None]([None] * len(seen))
     for number, kind in enumerate(kinds):
@@ -100,7 +126,8 @@ def layer_groups(config: DecoderConfig) -> LayerGroups:
         elif any(group.window == window for group in groups):
             name += f", {kind.heads} heads of {kind.numbers}"
         shape = (kind.heads, kind.numbers, window, kind.shared_channels, kind.queries)
-        groups.append(LayerGroup(name, keep, len(having), *shape))
+        held = kept_entries if number == 0 else ()
+        groups.append(LayerGroup(name, keep, 1 if held else len(having), *shape, entries=held))
     for index, source in enumerate(_sources(config)):
         if source is not None:
             attention[index] = attention[source]
@@ -113,7 +140,9 @@ def layer_groups(config: DecoderConfig) -> LayerGroups:
         name = f"state {number + 1}" if number else "state"
         groups.append(LayerGroup(name, Keep.LATEST, len(having), kind.heads, kind.numbers))
     draft = attention[count] if config.has_draft_layer else None
-    return LayerGroups(tuple(groups), tuple(attention[:count]), tuple(kept), draft)
+    numbers = iter(range(len(kept_entries)))
+    of_entries = tuple(None if each is None else Place(0, next(numbers)) for each in entries)
+    return LayerGroups(tuple(groups), tuple(attention[:count]), tuple(kept), draft, of_entries)
 
 
 def _whole(config: DecoderConfig, seen: list[_Kind | None]) -> _Kind:
@@ -146,10 +175,13 @@ def _seen(config: DecoderConfig) -> list[_Kind | None]:
         else:
             own = config.of_layer(part)
             shared = 0 if part.latent is None else part.latent.rank
+            shared = shared if part.shared is None else own.head_dim
             found.append(_Kind(own.kv_heads, own.head_dim, window or 0, shared, own.heads))
     whole = next((kind for kind in found if kind is not None and not kind.window), None)
     # A window that no context fills is none, unless its layers would not fit those that see whole contexts.
     wide = {kind for kind in found if kind is not None and kind.window >= config.max_positions}
+    if any(each is not None for each in _entries(config)):
+        return found
     if whole is None and len({(kind.heads, kind.numbers, kind.queries) for kind in wide}) > 1:
         return found
     alike = {kind: replace(kind, window=0) for kind in wide}
@@ -167,8 +199,23 @@ def _sources(config: DecoderConfig) -> list[int | None]:
 def _states(config: DecoderConfig) -> list[_Kind | None]:
     if not isinstance(config, FamilyConfig):
         return [None] * config.num_layers
-    mixers = [layer.mixer for layer in config.recipe.layers]
-    return [None if mixer is None else _Kind(mixer.heads, mixer.numbers) for mixer in mixers]
+    found: list[_Kind | None] = []
+    for layer in config.recipe.layers:
+        shared = None if layer.attention is None else layer.attention.shared
+        if layer.mixer is not None:
+            found.append(_Kind(layer.mixer.heads, layer.mixer.numbers))
+        else:
+            # Every rank makes all entries.
+            found.append(_Kind(0, shared.numbers) if shared is not None and shared.numbers else None)
+    return found
+
+
+def _entries(config: DecoderConfig) -> list[Entries | None]:
+    """Returns the entries of each layer."""
+    if not isinstance(config, FamilyConfig):
+        return [None] * config.num_layers
+    shared = [None if layer.attention is None else layer.attention.shared for layer in config.recipe.layers]
+    return [None if each is None or each.entries is None else Entries(each.entries.every, each.kept) for each in shared]
 
 
 def check_kv_dtype(config: DecoderConfig, kv_dtype: KvCacheDtype) -> None:
@@ -225,7 +272,7 @@ def group_sizes(config: DecoderConfig, item_bytes: int, block_size: int) -> tupl
     for group in layer_groups(config).groups:
         each = group.numbers * STATE_BYTES
         if group.keep is not Keep.LATEST:
-            each = group.stored * block_size * row_bytes(group.numbers, item_bytes)
+            each = group.stored * block_size * row_bytes(group.channels(block_size), item_bytes)
         found.append(GroupSize(group.keep, group.layers * max(1, group.heads) * each, group.window))
     return tuple(found)
 

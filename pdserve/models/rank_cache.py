@@ -18,7 +18,7 @@ import torch
 from pdserve.config import Dtype, KvCacheDtype
 from pdserve.models.checkpoint.decoder_config import DecoderConfig
 from pdserve.models.checkpoint.weight_form import cache_item_bytes
-from pdserve.models.layer_groups import STATE_BYTES, GroupSize, LayerGroup, layer_groups, row_bytes
+from pdserve.models.layer_groups import STATE_BYTES, Entries, GroupSize, LayerGroup, layer_groups, row_bytes
 from pdserve.models.tp.shares import ALONE, TpGroup, kv_share, share
 from pdserve.wire.cache_groups import GroupBlocks, GroupSpec, Keep, laid_out
 from pdserve_kernels.contract import Attention, StateRuns
@@ -26,7 +26,7 @@ from pdserve_kernels.host_copies import to_device
 from pdserve_kernels.kv_layout import KvLayout, StateLayout
 
 if TYPE_CHECKING:
-    from pdserve.models.latent_plan import LatentStep
+    from pdserve.models.latent_plan import LatentStep, SharedStep
 
 TORCH_DTYPES = {Dtype.BF16: torch.bfloat16, Dtype.FP32: torch.float32}
 
@@ -41,7 +41,9 @@ def _kv_layout(group: LayerGroup, dtype: Dtype, block_size: int, tp: TpGroup, kv
     mine = kv_share(tp, group.queries, group.heads)
     held = mine.stop - mine.start
     shared, fp8 = group.shared_channels, kv_dtype is KvCacheDtype.FP8
-    return KvLayout(held, group.layers, block_size, group.numbers, TORCH_DTYPES[dtype], shared, fp8)
+    channels = group.channels(block_size)
+    shared = channels if group.entries else shared
+    return KvLayout(held, group.layers, block_size, channels, TORCH_DTYPES[dtype], shared, fp8)
 
 
 def _queries(group: LayerGroup, tp: TpGroup) -> int:
@@ -79,7 +81,7 @@ def compared_groups(
 def _spec(group: LayerGroup, dtype: Dtype, block_size: int, kv_dtype: KvCacheDtype) -> GroupSpec:
     numbers, name = group.layers * group.numbers * STATE_BYTES, Dtype.FP32.short
     if group.keep is not Keep.LATEST:
-        row = row_bytes(group.numbers, cache_item_bytes(dtype, kv_dtype))
+        row = row_bytes(group.channels(block_size), cache_item_bytes(dtype, kv_dtype))
         numbers = group.layers * group.stored * block_size * row
         name = dtype.short if kv_dtype is AUTO else kv_dtype.value
     return GroupSpec(group.name, group.keep, group.layers, group.heads, numbers, name, group.window)
@@ -135,6 +137,8 @@ class KvGroup:
     cache: torch.Tensor
     heads: int
     """The query heads of its layers on this rank."""
+    entries: tuple[Entries, ...] = ()
+    """As in ``LayerGroup``."""
 
     def held(self, table: Sequence[int], start: int) -> tuple[Sequence[int], int]:
         """Returns the places in ``cache`` of the blocks that a row from token ``start`` on reads and writes.
@@ -222,7 +226,7 @@ class RankCache:
         parts = list(enumerate(zip(layouts, self.groups, self._views, strict=True)))
         of_model = layer_groups(config).groups
         self.attention = [
-            KvGroup(number, group, layout, view, _queries(of_model[number], tp))
+            KvGroup(number, group, layout, view, _queries(of_model[number], tp), of_model[number].entries)
             for number, (layout, group, view) in parts
             if isinstance(layout, KvLayout) and layout.num_layers
         ]
@@ -322,7 +326,10 @@ def state_runs(
     lengths: Sequence[int], tables: Sequence[Sequence[int]], group: StateGroup, device: torch.device
 ) -> StateRuns:
     """Returns what ``run_numbers`` does, on the device. Raises ValueError as that does."""
-    runs = run_numbers(lengths, tables, group)
+    return on_device(run_numbers(lengths, tables, group), device)
+
+
+def on_device(runs: RunNumbers, device: torch.device) -> StateRuns:
     starts, sources, destinations, kept = to_device([runs.starts, runs.sources, runs.destinations, runs.kept], device)
     return StateRuns(starts, sources, destinations, runs.single, kept if runs.kept else None)
 
@@ -346,3 +353,5 @@ class StepCache:
     """Each group of states, in the order of the groups."""
     latents: Sequence[LatentStep] = ()
     """Latent attention of each group, in place of ``attention``, for a model that has it."""
+    shared: SharedStep | None = None
+    """Attention to one vector of a token and to entries, in place of ``attention``, for a model that has it."""

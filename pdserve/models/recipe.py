@@ -208,6 +208,83 @@ class LatentRecipe:
 
 
 @dataclass(frozen=True, slots=True)
+class EntriesRecipe:
+    """Entries, each of which stands for ``every`` tokens (DeepSeek-V4, 2026). Names are within the layer.
+
+    A token has a vector and a gate for each channel. Entry ``i`` is the sum of the vectors of tokens ``i * every`` to
+    ``(i + 1) * every - 1``, weighed by a softmax of their gates over these tokens, and normalised. If entries overlap,
+    it has the tokens of entry ``i - 1`` as well, with further vectors and gates, which stand before those for their
+    own entry. Tokens see an entry from its last token on.
+    """
+
+    every: int
+    channels: int
+    overlapping: bool = False
+    value: str = "attn.compressor.wkv"
+    gate: str = "attn.compressor.wgate"
+    bias: str = "attn.compressor.ape"
+    """The tensor, by its whole name, that is added to gates, by the place of a token among those of its entry."""
+    norm: str = "attn.compressor.norm"
+
+    @property
+    def parts(self) -> int:
+        """The entries that a token has a part in."""
+        return 2 if self.overlapping else 1
+
+
+@dataclass(frozen=True, slots=True)
+class EntryIndexRecipe:
+    """What chooses the entries that a token attends to: those whose index entries score highest."""
+
+    count: int
+    """The most entries that a token attends to."""
+    heads: int
+    entries: EntriesRecipe
+    query: str = "attn.indexer.wq_b"
+    weights: str = "attn.indexer.weights_proj"
+    """Leads from the layer's input to the weight of each head. It is computed in fp32."""
+
+
+@dataclass(frozen=True, slots=True)
+class SharedKvRecipe:
+    """One vector of a token that is the key and the value of all heads, and entries of further tokens beside it.
+
+    The projection ``key`` of the attention leads to it, and ``query`` from a shorter vector to all heads' queries,
+    which are normalised without weights. The last channels of a head are turned, and of its result turned back. Heads
+    of one group have a first product together, whose results ``out`` takes.
+    """
+
+    query_rank: int
+    """The channels of the vector that queries come from."""
+    turned: int
+    """The channels of a head that are turned. Neighbouring ones are turned against each other."""
+    groups: int
+    group_rank: int
+    """The numbers that the results of one group of heads become."""
+    norm: Norm
+    """The norm of queries, keys and entries."""
+    entries: EntriesRecipe | None = None
+    """What a token attends to beside the tokens of its window; None if that is nothing."""
+    index: EntryIndexRecipe | None = None
+    """What chooses entries; None if a token attends to all before it."""
+    query_down: str = "attn.wq_a"
+    query_norm: str = "attn.q_norm"
+    key_norm: str = "attn.norm"
+    group_out: str = "attn.wo_a"
+
+    @property
+    def kept(self) -> int:
+        """The channels that are kept of an entry: its own, and those of its index entry."""
+        own = 0 if self.entries is None else self.entries.channels
+        return own + (0 if self.index is None else self.index.entries.channels)
+
+    @property
+    def numbers(self) -> int:
+        """The fp32 numbers of a layer's state: of each channel of entries that are not complete, two."""
+        return 0 if self.entries is None else 2 * self.entries.parts * self.kept
+
+
+@dataclass(frozen=True, slots=True)
 class GateRecipe:
     """Gates of heads: each head's output is multiplied by what ``activation`` makes of its gate."""
 
@@ -256,6 +333,8 @@ class AttentionRecipe:
     """Whether the checkpoint has the weights as ``[in, out]``."""
     latent: LatentRecipe | None = None
     """How keys and values come from latents, if they do."""
+    shared: SharedKvRecipe | None = None
+    """How all heads have one vector of a token as key and value, if they do."""
     gate: GateRecipe | None = None
     """What each head's output is multiplied by, if it is gated."""
     value_dim: int | None = None
@@ -334,6 +413,8 @@ class ExpertsRecipe:
     """What the weights are multiplied by."""
     weighs_inputs: bool = False
     """Whether what goes into an expert is multiplied by its weight, and not what comes out."""
+    by_token: str = ""
+    """The tensor, by its whole name, with the experts of each token id, if the router only weighs them."""
     factors: str = ""
     """The tensor, by its whole name, of a number for each expert by which its weights are multiplied."""
     smallest_sum: float = 0.0
@@ -674,6 +755,30 @@ class PartScales:
 
 
 @dataclass(frozen=True, slots=True)
+class StreamsRecipe:
+    """Several residuals side by side, which each part of a layer mixes (hyper-connections, Xie et al., 2026).
+
+    All streams of a token, normalised together, give three weights by one product: with which they are summed to the
+    input of the part, with which its output is added to each, and with which they are mixed, a matrix whose rows and
+    columns are scaled to a sum of one in turn.
+    """
+
+    count: int
+    iterations: int
+    """How often rows and columns are scaled."""
+    eps: float
+    """What is added to sums by which is divided."""
+    norm: Norm
+    """That of all streams of a token. It has no weights."""
+    mix: str = "hc_attn"
+    """What the names of the tensors begin with, within the layer: for the part that mixes tokens."""
+    feed: str = "hc_ffn"
+    """For the feed-forward part."""
+    head: str = "model.hc_head.hc"
+    """For the sum behind the last layer, within the model."""
+
+
+@dataclass(frozen=True, slots=True)
 class LayerRecipe:
     """Attention, a mixer, or both beside each other, and then a feed-forward part; or only one of the two."""
 
@@ -693,6 +798,8 @@ class LayerRecipe:
     mixer: MixerRecipe | None = None
     """A part with a state, which is given what attention is given, and whose output is added to attention's."""
     scales: PartScales = PartScales()
+    streams: StreamsRecipe | None = None
+    """How the residuals are mixed if there are several. All layers have the same."""
     shortcut: ExpertsRecipe | None = None
     """Experts that are given what the feed-forward part is. What they give is added at the end of the next layer."""
 

@@ -28,7 +28,7 @@ from pdserve.models.checkpoint.decoder_config import DecoderConfig, FamilyConfig
 from pdserve.models.checkpoint.weights import Checkpoint
 from pdserve.models.decoder import build_decoder
 from pdserve.models.drafting import Choose, Drafting, KnownTokens, likeliest
-from pdserve.models.latent_plan import LatentStep, plan_latents, sparse_form
+from pdserve.models.latent_plan import LatentStep, SharedStep, plan_latents, sparse_form
 from pdserve.models.parts.projections import Building
 from pdserve.models.rank_cache import (
     TORCH_DTYPES,
@@ -37,6 +37,7 @@ from pdserve.models.rank_cache import (
     StateGroup,
     StepCache,
     StepStates,
+    on_device,
     run_numbers,
     state_runs,
 )
@@ -435,6 +436,7 @@ class ModelRunner:
         self.layout, self.kv_cache = self.cache.layout, self.cache.whole
         self._scale, self._cap = config.attention_scale, config.attention_cap
         self._latent = config.latent if isinstance(config, FamilyConfig) else None
+        self._shared = isinstance(config, FamilyConfig) and config.shared is not None
         self._max_model_len, self._hidden_size = max_model_len, config.hidden_size
         self._scored_rows = max(1, SCORED_LOGITS // config.vocab_size)
         self._kernels = kernels
@@ -568,6 +570,8 @@ class ModelRunner:
 
     def _planned(self, rows: Sequence[StepRow]) -> StepCache:
         """Returns the cache as these rows use it."""
+        if self._shared:
+            return self._planned_shared(rows)
         attention, latents = list[Attention](), list[LatentStep]()
         for group in self.cache.attention:
             planned = self._planned_group(group, _spans(group, rows))
@@ -583,6 +587,17 @@ class ModelRunner:
             runs = state_runs(lengths, [row.table(kept.number) for row in rows], kept, self.kv_cache.device)
             states.append(StepStates(kept.layers, runs))
         return StepCache(attention, states, latents)
+
+    def _planned_shared(self, rows: Sequence[StepRow]) -> StepCache:
+        """Returns the cache as these rows use it, for a model whose heads share one vector of a token."""
+        groups, lengths = self.cache.attention, [len(row.token_ids) for row in rows]
+        spans = [_spans(group, rows) for group in groups]
+        runs = [run_numbers(lengths, [row.table(kept.number) for row in rows], kept) for kept in self.cache.states]
+        device = self.kv_cache.device
+        states = [
+            StepStates(kept.layers, on_device(own, device)) for kept, own in zip(self.cache.states, runs, strict=True)
+        ]
+        return StepCache((), states, shared=SharedStep(self._kernels, groups, spans, runs, self._scale))
 
     def _planned_whole(self, group: KvGroup, rows: Sequence[AttentionRow]) -> StepCache:
         """Returns the cache with the group of whole contexts alone, which is ``group``, as these rows use it."""

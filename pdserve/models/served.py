@@ -24,6 +24,7 @@ from pdserve.models.recipe import (
     NormKind,
     NormOrder,
     NormScope,
+    SharedKvRecipe,
     ShortConvRecipe,
 )
 from pdserve.models.table import FAMILIES
@@ -33,7 +34,7 @@ NOT_YET: dict[str, str] = {
     model_type: missing
     for missing, model_types in {
         "a text part in a folder of its own": ("mistral4",),
-        "sparse attention": ("deepseek_v4", "minimax_m3_vl"),
+        "sparse attention": ("minimax_m3_vl",),
         "linear attention": ("minimax",),
         "states": ("recurrent_gemma", "rwkv", "xlstm", "zamba", "zamba2"),
         "low-rank residuals": ("gemma3n", "gemma3n_text"),
@@ -110,6 +111,8 @@ def _attention(layers: Sequence[LayerRecipe], cap: float | None) -> Iterator[str
         yield f"attention {_share(layers, len(parts))}"
     if first.latent is not None:
         yield "latents" if first.latent.index is None else "latents, of which an indexer chooses some"
+    if first.shared is not None:
+        yield "one vector for all heads"
     if first.gate is not None:
         yield "gated heads"
     windows = sum(part.window is not None for part in parts)
@@ -117,6 +120,7 @@ def _attention(layers: Sequence[LayerRecipe], cap: float | None) -> Iterator[str
         yield f"{'chunks' if any(part.chunked for part in parts) else 'windows'} {_share(layers, windows)}"
     if any(part.sinks for part in parts):
         yield "sinks"
+    yield from _entries([part.shared for part in parts if part.shared is not None], layers)
     if first.value_dim is not None:
         yield "values narrower than keys"
     if first.fused:
@@ -133,6 +137,13 @@ def _attention(layers: Sequence[LayerRecipe], cap: float | None) -> Iterator[str
     plain = first.latent is None and not (windows or first.fused or first.biased or first.norms or first.query_scale)
     if plain and not mixers and cap is None:
         yield "as Llama"
+
+
+def _entries(parts: Sequence[SharedKvRecipe], layers: Sequence[LayerRecipe]) -> Iterator[str]:
+    kinds = [(part.entries.every, part.index is not None) for part in parts if part.entries is not None]
+    for every, chosen in sorted(set(kinds)):
+        of_some = ", of which an indexer chooses some," if chosen else ""
+        yield f"entries for {every} tokens{of_some} {_share(layers, kinds.count((every, chosen)))}"
 
 
 _MIXERS: dict[type[MixerRecipe], str] = {
@@ -158,6 +169,16 @@ _ACTIVATIONS = {
     Activation.CLAMPED_SILU: "clamped SiLU",
     Activation.SILU_TO_7: "SiLU up to 7",
     Activation.SILU_TO_16: "SiLU up to 16",
+    Activation.LIMITED_SILU: "limited SiLU",
+}
+
+
+_SCORINGS = {
+    Scoring.SOFTMAX: "softmax",
+    Scoring.SOFTMAX_OF_CHOSEN: "softmax",
+    Scoring.SIGMOID: "sigmoid",
+    Scoring.SIGMOID_OF_CHOSEN: "sigmoid",
+    Scoring.ROOT_SOFTPLUS: "root of softplus",
 }
 
 
@@ -170,8 +191,10 @@ def _feed_forward(part: FeedForwardRecipe) -> Iterator[str]:
         yield from _feed_forward(part.experts)
         return
     corrected = "corrected " if part.correction else ""
-    sigmoid = part.scoring in (Scoring.SIGMOID, Scoring.SIGMOID_OF_CHOSEN)
-    yield f"experts by {corrected}{'sigmoid' if sigmoid else 'softmax'}"
+    if part.by_token:
+        yield "experts by token"
+    else:
+        yield f"experts by {corrected}{_SCORINGS[part.scoring]}"
     if part.groups > 1:
         yield "groups of experts"
     if part.identities:
@@ -196,6 +219,8 @@ def _norms(layer: LayerRecipe) -> Iterator[str]:
     elif norm.biased:
         kind += " with biases"
     yield f"{kind} {_ORDERS[layer.order]}"
+    if layer.streams is not None:
+        yield f"{layer.streams.count} residuals"
 
 
 def _positions(recipe: ModelRecipe, head_size: int) -> Iterator[str]:

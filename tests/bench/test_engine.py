@@ -121,9 +121,13 @@ def test_a_model_with_latents_is_measured(tmp_path: Path) -> None:
     assert decode.figure("attention in FP8 : attention").value > 0
 
 
-def test_a_model_that_attends_to_chosen_tokens_is_refused(tmp_path: Path) -> None:
-    model = save_tiny("deepseek-v32", tmp_path)
-    with pytest.raises(ModelError, match="tiny attends to tokens that an indexer chooses, and pdserve bench engine"):
+@pytest.mark.parametrize(
+    ("case", "what"),
+    [("deepseek-v32", "tokens that an indexer chooses"), ("deepseek-v4", "entries for several tokens")],
+)
+def test_a_model_that_attends_to_some_tokens_is_refused(tmp_path: Path, case: str, what: str) -> None:
+    model = save_tiny(case, tmp_path)
+    with pytest.raises(ModelError, match=f"tiny attends to {what}, and pdserve bench engine"):
         open_subject("tiny", model, ModelConfig(device=Device.CPU), 16, Steps((1,), (41,), (42,)), compiled)
 
 

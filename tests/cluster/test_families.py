@@ -28,6 +28,7 @@ FLAGS = ("--dtype", "fp32", "--kv-cache-mib", "8", "--max-num-batched-tokens", "
 CASES = (
     "deepseek-v3",
     "deepseek-v32",
+    "deepseek-v4",
     "glm4-moe",
     "cohere2",
     "falcon-h1",
@@ -45,9 +46,10 @@ CASES = (
     "qwen3-next",
 )
 """Norms before, beside, behind and around the parts; windows by layer; fused, transposed and permuted weights; biases;
-experts, and one that every token is sent to; latents, which each rank has whole, and of which tokens choose some;
-learned positions; bounded scores; chunks; layers with other heads, or with the keys and values of earlier ones; sinks;
-states in place of attention, beside it, beside latents and alone; layers of one part."""
+experts, and one that every token is sent to; latents, which each rank has whole, and of which tokens choose some; one
+vector for all heads, and entries that a state is made into; learned positions; bounded scores; chunks; layers with
+other heads, or with the keys and values of earlier ones; sinks; states in place of attention, beside it, beside latents
+and alone; layers of one part."""
 
 
 FILES = {"qwen3-5": "qwen35"}

@@ -83,6 +83,7 @@ def test_a_model_without_attention_is_refused(tmp_path: Path) -> None:
         read_decoder_config(tmp_path)
 
 
+V4: dict[str, Any] = {"num_hidden_layers": 2, "num_attention_heads": 8}
 SMALL: dict[str, Any] = {
     "hidden_size": 48,
     "intermediate_size": 64,
@@ -138,7 +139,19 @@ def test_every_decoder_of_transformers_is_accepted_or_refused_in_a_sentence(tmp_
         ("mimo_v2_flash", SMALL | {"swa_num_key_value_heads": 2}, "swa_num_key_value_heads 2 is not supported"),
         ("mimo_v2_flash", SMALL | {"add_full_attention_sink_bias": True}, "it has to be False"),
         ("mimo_v2_flash", SMALL | {"mlp_layer_types": ["dense"]}, "mlp_layer_types must be 'dense' or 'sparse'"),
-        ("deepseek_v4", SMALL, "a deepseek_v4 model cannot be served: sparse attention is not served yet"),
+        ("minimax_m3_vl", SMALL, "a minimax_m3_vl model cannot be served: sparse attention is not served yet"),
+        ("deepseek_v4", SMALL, r"4 heads are not 8 equal groups \(o_groups\)"),
+        (
+            "deepseek_v4",
+            V4 | {"scoring_func": "softmax"},
+            "scoring_func 'softmax' is not supported; supported: 'sqrtso",
+        ),
+        ("deepseek_v4", V4 | {"norm_topk_prob": False}, "norm_topk_prob False is not supported; supported: True"),
+        ("deepseek_v4", V4 | {"swiglu_limit": 7.0}, "swiglu_limit 7.0 is not supported; supported: 10.0"),
+        ("deepseek_v4", V4 | {"layer_types": ["full_attention"] * 2}, "layer_types must be one of 'sliding_attention'"),
+        ("deepseek_v4", V4 | {"compress_ratios": [4, 8]}, "layer_types must be one of 'sliding_attention'"),
+        ("deepseek_v4", V4 | {"mlp_layer_types": ["moe"]}, "mlp_layer_types must be 'hash_moe' or 'moe' for each"),
+        ("deepseek_v4", V4 | {"index_head_dim": 62}, "heads of 62 channels cannot turn 64 of them"),
         ("deepseek_v32", SMALL | {"q_lora_rank": None}, "q_lora_rank, the channels that the queries of an"),
         ("deepseek_v32", SMALL | {"index_head_dim": 62}, "heads of 62 channels cannot turn 64 of them"),
         ("deepseek_v32", SMALL | {"layer_types": ["full_attention"]}, "layer_types must be 'indexed_attention' for"),

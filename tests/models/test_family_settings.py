@@ -199,6 +199,7 @@ SHARED: list[dict[str, Any]] = [
 ]
 NO_OWN_DEFAULT: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"num_experts_per_tok": 2},
+    "deepseek_v4": {"o_groups": 2},
     "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "glm4_moe": {"head_dim": 128},
     "gptj": {"rotary_dim": 8},

@@ -27,6 +27,9 @@ def test_rows_say_what_families_are_made_of() -> None:
     assert "without weights" in family("olmo").norms
     assert family("kimi_linear").attention.startswith("gated delta nets with a decay for each channel in 21 of 27")
     assert family("kimi_linear").positions == "none"
+    entries = "entries for 4 tokens, of which an indexer chooses some, in 20 of 43 layers, entries for 128 tokens in 23"
+    assert entries in family("deepseek_v4").attention
+    assert family("deepseek_v4").norms.endswith("4 residuals")
     assert family("deepseek_v32").attention == "latents, of which an indexer chooses some"
 
 
@@ -37,7 +40,7 @@ def test_every_architecture_of_gguf_files_is_in_a_row() -> None:
 
 def test_what_is_not_yet_served_has_no_recipe() -> None:
     assert not NOT_YET.keys() & FAMILIES.keys()
-    assert not_yet("deepseek_v4") == "sparse attention is not served yet"
+    assert not_yet("minimax_m3_vl") == "sparse attention is not served yet"
     assert not_yet("mistral4") == "a text part in a folder of its own is not served yet"
     assert not_yet("rwkv") == "states are not served yet"
     assert not_yet("llama") == ""

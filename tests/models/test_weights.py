@@ -211,6 +211,10 @@ def test_truncated_file(tmp_path: Path) -> None:
         ("qwen3-5", {"A_log", "dt_bias"}),
         ("kimi-linear", {"A_log", "dt_bias", "e_score_correction_bias", "gate.weight"}),
         ("gpt-oss", {"sinks"}),
+        (
+            "deepseek-v4",
+            {"ape", "attn_sink", "gate.bias", "gate.weight", "weights_proj.weight", "_fn", "_base", "_scale"},
+        ),
     ],
 )
 def test_numbers_that_decide_much_are_not_rounded(

@@ -132,6 +132,13 @@ INDEXED: dict[str, Any] = MLA | {"index_topk": 9, "index_n_heads": 24, "index_he
 INDEXED |= {"pad_token_id": None}
 """Tokens attend to fewer than a test's prompts have, also within its chunks. Many scores would be 0 with few heads, or
 for a token without an embedding, as padding has none, and transformers does not say which of equal ones it takes."""
+V4: dict[str, Any] = SHAPE | DEEPSEEK_EXPERTS | {"head_dim": 20, "partial_rotary_factor": 0.4, "q_lora_rank": 14}
+V4 |= {"num_hidden_layers": 4, "sliding_window": WINDOW, "o_groups": 2, "o_lora_rank": 10, "hc_mult": 3}
+V4 |= {"index_topk": 5, "index_n_heads": 24, "index_head_dim": 12, "pad_token_id": None, "num_key_value_heads": 1}
+V4["layer_types"] = [SLIDING, *(f"{kind}_attention" for kind in ("heavily_compressed", *["compressed_sparse"] * 2))]
+V4["mlp_layer_types"] = ["hash_moe", "moe", "hash_moe", "moe"]
+V4["compress_rates"] = {"compressed_sparse_attention": 4, "heavily_compressed_attention": 7}
+"""Entries for as many tokens as a block has, and for a number that blocks do not divide."""
 KIMI: dict[str, Any] = LATENTS | EXPERTS | {"q_lora_rank": None, "moe_intermediate_size": 24, "layer_types": STATES}
 KIMI |= {"linear_num_heads": 4, "linear_head_dim": 12, "linear_conv_kernel_dim": 3}
 LING3: dict[str, Any] = LATENTS | EXPERTS | {"q_lora_rank": None, "moe_intermediate_size": 24, "layer_types": STATES}
@@ -271,6 +278,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4-moe-lite": ("glm4_moe_lite", MLA | {"attention_bias": True}),
     "axk1": ("axk1", MLA | {"n_group": 2, "topk_group": 1}),
     "sarvam-mla": ("sarvam_mla", MLA | {"q_lora_rank": None}),
+    "deepseek-v4": ("deepseek_v4", V4),
+    "deepseek-v4-yarn": (
+        "deepseek_v4",
+        V4
+        | {"compress_rates": {"compressed_sparse_attention": 3, "heavily_compressed_attention": 2}, "index_topk": 99}
+        | {"rope_scaling": DEEP_YARN, "layer_types": V4["layer_types"][:0:-1], "num_hidden_layers": 3, "hc_mult": 2}
+        | {"mlp_layer_types": ["hash_moe", "moe", "moe"], "sliding_window": 3},
+    ),
     "kimi-linear": ("kimi_linear", KIMI | {"n_group": 4, "topk_group": 2}),
     "kimi-linear-dense": (
         "kimi_linear",
@@ -421,7 +436,10 @@ def save_tiny(case: str, folder: Path, **changes: object) -> Path:
     auto: Any = AutoModelForCausalLM
     model: PreTrainedModel = auto.from_config(config_of(case, **changes), dtype=torch.float32)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if "correction" in name:
+        if name.endswith("tid2eid"):
+            # Each token has as many experts as it is sent to.
+            tensor.copy_(torch.rand(len(tensor), model.config.num_local_experts).argsort(1)[:, : tensor.shape[1]])
+        elif "correction" in name:
             # Some corrected scores are below 0.
             torch.nn.init.uniform_(tensor.data, -1.5, 1.5)
         elif tensor.is_floating_point() and name.endswith(("bias", "sinks")) and "dt_" not in name:

@@ -147,7 +147,19 @@ def test_a_cache_that_nobody_has_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "case", ["gpt-oss", "gemma2", "gemma4", "qwen3-next", "kimi-linear", "nemotron-h", "lfm2", "llama4", "deepseek-v32"]
+    "case",
+    [
+        "gpt-oss",
+        "gemma2",
+        "gemma4",
+        "qwen3-next",
+        "kimi-linear",
+        "nemotron-h",
+        "lfm2",
+        "llama4",
+        "deepseek-v32",
+        "deepseek-v4",
+    ],
 )
 @pytest.mark.parametrize("dtype", [Dtype.BF16, Dtype.FP32])
 def test_an_engines_cache_has_these_sizes(tmp_path: Path, case: str, dtype: Dtype) -> None:

@@ -185,10 +185,11 @@ def open_subject(
     positions or its device is not there.
     """
     config = read_family_config(folder)
-    if config.latent is not None and config.latent.index is not None:
+    chosen = "tokens that an indexer chooses" if config.latent is not None and config.latent.index is not None else ""
+    if chosen or config.shared is not None:
         raise ModelError(
-            f"{name} attends to tokens that an indexer chooses, and pdserve bench engine knows what whole contexts "
-            "take alone; pdserve bench load measures a node with this model"
+            f"{name} attends to {chosen or 'entries for several tokens'}, and pdserve bench engine knows what whole "
+            "contexts take alone; pdserve bench load measures a node with this model"
         )
     if steps.longest > config.max_positions:
         raise ConfigError(f"{name} knows {config.max_positions} positions; {steps.longest} were asked for")

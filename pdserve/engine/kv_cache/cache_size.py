@@ -28,7 +28,7 @@ from pdserve.models.checkpoint.weight_form import (
     model_size_of,
     weight_bytes,
 )
-from pdserve.models.latent_plan import choosing_bytes, expanded_bytes
+from pdserve.models.latent_plan import SharedLoad, choosing_bytes, expanded_bytes, shared_bytes
 from pdserve.models.layer_groups import GroupSize, Load, group_blocks
 from pdserve.models.rank_cache import TORCH_DTYPES
 from pdserve.models.recipe import (
@@ -38,6 +38,7 @@ from pdserve.models.recipe import (
     LayerRecipe,
     MlpBesideExperts,
     MlpRecipe,
+    SharedKvRecipe,
 )
 from pdserve.models.runner import SCORED_LOGITS
 from pdserve.models.sizes import (
@@ -93,7 +94,19 @@ def workspace_bytes(
         beside += expanded_bytes(decoder.latent, decoder.max_positions, dtype.itemsize)
         beside += choosing_bytes(decoder.latent, max(rows, tokens), decoder.max_positions)
         beside += _latent_weights(decoder, decoder.latent, ranks) * dtype.itemsize
+    if isinstance(decoder, FamilyConfig):
+        beside += _gathering_bytes(decoder, dtype, ranks, rows, max(rows, tokens))
     return LIBRARY_BYTES + recorded + step_bytes(decoder, dtype, ranks, tokens, rows) + drafting + beside
+
+
+def _gathering_bytes(decoder: FamilyConfig, dtype: torch.dtype, ranks: int, rows: int, tokens: int) -> int:
+    """Returns the most bytes that vectors, gathered for attention to one of each token, take beside activations."""
+    most = 0
+    for part in decoder.recipe.attention:
+        if part.shared is not None:
+            sizes = (decoder.heads // ranks, decoder.head_dim, part.window or 0, rows, tokens, decoder.max_positions)
+            most = max(most, shared_bytes(part.shared, dtype.itemsize, SharedLoad(*sizes)))
+    return most
 
 
 def _latent_weights(decoder: FamilyConfig, latent: LatentRecipe, ranks: int) -> int:
@@ -162,6 +175,11 @@ def _token_bytes(decoder: DecoderConfig, dtype: torch.dtype, ranks: int) -> int:
         # What a shortcut gives is there during the next layer.
         held += decoder.hidden_size if any(layer.shortcut is not None for layer in layers) else 0
         own = max((_routing_bytes(part) for part in feeds), default=0)
+        streams = decoder.recipe.layers[0].streams
+        if streams is not None:
+            # All residuals are there beside a part; before and behind it they are mixed in fp32.
+            residuals = streams.count * decoder.hidden_size
+            widest, held = max(widest, 9 * residuals), held + 2 * residuals
     else:
         widest, own, head_dim, held = _attention_numbers(decoder, None, ranks), 0, decoder.head_dim, 0
         if isinstance(decoder, FallbackConfig):
@@ -185,12 +203,23 @@ def _attention_numbers(decoder: DecoderConfig, recipe: AttentionRecipe | None, r
         # Its keys, its queries as they come, turned and together, and in fp32 its input and the weights of heads.
         index = latent.index
         return own + 5 * index.channels + 4 * index.heads * (index.channels + 1) + 2 * decoder.hidden_size
+    if recipe is not None and recipe.shared is not None:
+        return _shared_numbers(recipe.shared, heads, decoder.head_dim)
     # A gate is there as it is, and once more as the factor of the result.
     gates = 2 * heads if recipe is not None and recipe.gate is not None else 0
     if recipe is None or not recipe.norms_apart:
         return (3 * heads + 2 * kv_heads + gates) * decoder.head_dim
     # Norms take steps of their own, across ranks in fp32, and the rotation is then one, too.
     return (7 * heads + 5 * kv_heads + gates) * decoder.head_dim
+
+
+def _shared_numbers(shared: SharedKvRecipe, heads: int, channels: int) -> int:
+    """Returns what ``_attention_numbers`` does for attention to one vector of a token."""
+    # Vectors and gates of entries as they come, in fp32, and of one part; and for each token of a short entry its sums.
+    made = 0 if shared.entries is None else 14 * shared.entries.parts * shared.kept
+    index = 0 if shared.index is None else 5 * shared.index.heads * shared.index.entries.channels
+    # Queries as they come, normalised and turned, or turned and the result, which is turned back and grouped.
+    return heads * 4 * channels + 2 * (shared.query_rank + 2 * channels) + made + index
 
 
 def _mixing_numbers(decoder: FamilyConfig, layer: LayerRecipe, ranks: int) -> int:

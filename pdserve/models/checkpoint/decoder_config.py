@@ -13,6 +13,7 @@ from pdserve.models.recipe import (
     LongScaling,
     MlpBesideExperts,
     ModelRecipe,
+    SharedKvRecipe,
 )
 
 if TYPE_CHECKING:
@@ -86,6 +87,11 @@ class FamilyConfig(DecoderConfig):
     def latent(self) -> LatentRecipe | None:
         """How keys and values come from latents, if they do. All layers have the same."""
         return next((part.latent for part in self.recipe.attention), None)
+
+    @property
+    def shared(self) -> SharedKvRecipe | None:
+        """How all heads have one vector as key and value, if they do. All layers have the same, but for entries."""
+        return next((part.shared for part in self.recipe.attention), None)
 
     @property
     def experts(self) -> ExpertsRecipe | None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pdserve.config import CpuKernels, Dtype, KvCacheDtype, ModelConfig, Weights
+from pdserve.config import CacheConfig, CpuKernels, Dtype, KvCacheDtype, ModelConfig, Weights
 from pdserve.errors import ModelError
 from pdserve.models.checkpoint.decoder_config import DecoderConfig
 from pdserve.models.checkpoint.gguf.file import is_gguf, read_gguf
@@ -73,8 +73,10 @@ def model_size(
 
     Raises ModelError if its files cannot be read.
     """
-    groups = group_sizes(decoder, cache_item_bytes(model.dtype, kv_dtype), block_size=1)
-    return model_size_of(weight_bytes(path, model, kernels), groups, 1, decoder.max_positions, draft)
+    # Entries that stand for several tokens need blocks of several.
+    size = CacheConfig().block_size
+    groups = group_sizes(decoder, cache_item_bytes(model.dtype, kv_dtype), size)
+    return model_size_of(weight_bytes(path, model, kernels), groups, size, decoder.max_positions, draft)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from pdserve.errors import ModelError
 from pdserve.models.families.settings import (
     FULL,
     NONE,
+    SLIDING,
     Count,
     FamilySettings,
     RotarySettings,
@@ -22,9 +23,12 @@ from pdserve.models.families.settings import (
     growing,
     in_one_tensor,
     renamed_in_layers,
+    rotary_of,
 )
 from pdserve.models.recipe import (
     AttentionRecipe,
+    EntriesRecipe,
+    EntryIndexRecipe,
     ExpertsRecipe,
     FeedForwardRecipe,
     GateRecipe,
@@ -37,8 +41,10 @@ from pdserve.models.recipe import (
     Norm,
     NormOrder,
     Rotary,
+    SharedKvRecipe,
+    StreamsRecipe,
 )
-from pdserve_kernels.feed_forward import GroupScore, Scoring
+from pdserve_kernels.feed_forward import LIMITED_AT, Activation, GroupScore, Scoring
 
 LATENT_EPS = 1e-6
 """That of the norms of latents, whatever that of the other norms is."""
@@ -47,6 +53,10 @@ DENSE, SPARSE = "dense", "sparse"
 INDEXED = "indexed_attention"
 OWN, SHARED = "full", "shared"
 LINEAR = "linear_attention"
+SPARSE_ENTRIES, FEW_ENTRIES = "compressed_sparse_attention", "heavily_compressed_attention"
+KIND_OF_RATIO = {0: SLIDING, 4: SPARSE_ENTRIES, 128: FEW_ENTRIES}
+"""The kinds of a DeepSeek V4's layers, by the tokens of an entry, as its own files have them."""
+BY_TOKEN, ROUTED = "hash_moe", "moe"
 KIMI_NAMES = {
     "max_position_embeddings": "model_max_length",
     "num_local_experts": "num_experts",
@@ -864,6 +874,187 @@ class LongcatFlashSettings(LatentSettings, kw_only=True):
 
     def recipe(self) -> ModelRecipe:
         return replace(super().recipe(), layers_a_number=2, unused=("model.mtp.",))
+
+
+class CompressRates(msgspec.Struct):
+    """The object ``compress_rates`` of a DeepSeek V4."""
+
+    compressed_sparse_attention: Count = 4
+    heavily_compressed_attention: Count = 128
+
+
+class MainAndCompressed(RotarySettings, kw_only=True):
+    """The object ``rope_parameters`` of a DeepSeek V4: of layers without entries, and of those with some."""
+
+    main: RotarySettings | None = None
+    compress: RotarySettings | None = None
+
+
+class DeepseekV4Settings(FamilySettings, kw_only=True):
+    """One vector of a token for all heads, windows, and entries that stand for several tokens; several residuals."""
+
+    models: ClassVar[str] = "DeepSeek V4 Flash, V4 Pro"
+    partly_turned: ClassVar[bool] = True
+    vocab_size: Count = 129_280
+    hidden_size: Count = 4096
+    num_hidden_layers: Count = 43
+    num_attention_heads: Count = 64
+    head_dim: Count | None = 512
+    max_position_embeddings: Count = 1_048_576
+    eos_token_id: int | list[int] | None = 1
+    rope_parameters: MainAndCompressed | None = None
+    moe_intermediate_size: Count = 2048
+    q_lora_rank: Count = 1024
+    num_experts_per_tok: Count = 6
+    n_routed_experts: Count = 256
+    n_shared_experts: Count = 1
+    scoring_func: str = "sqrtsoftplus"
+    norm_topk_prob: bool = True
+    routed_scaling_factor: float = 1.5
+    layer_types: list[str] | None = None
+    compress_ratios: list[int] | None = None
+    compress_rates: CompressRates | None = None
+    compress_rate_csa: Count | None = None
+    compress_rate_hca: Count | None = None
+    compress_rope_theta: float = 160_000.0
+    hc_mult: Count = 4
+    hc_sinkhorn_iters: Count = 20
+    hc_eps: float = 1e-6
+    mlp_layer_types: list[str] | None = None
+    num_hash_layers: int = 3
+    swiglu_limit: float = LIMITED_AT
+    sliding_window: Count = 128
+    o_groups: Count = 8
+    o_lora_rank: Count = 1024
+    index_n_heads: Count = 64
+    index_head_dim: Count = 128
+    index_topk: Count = 512
+    qk_rope_head_dim: Count | None = None
+
+    def check(self) -> None:
+        super().check()
+        count = self.num_hidden_layers
+        if len(self.layers()) != count or not set(self.layers()) <= {SLIDING, SPARSE_ENTRIES, FEW_ENTRIES}:
+            raise ModelError(
+                f"layer_types must be one of {SLIDING!r}, {SPARSE_ENTRIES!r} and {FEW_ENTRIES!r} for each of {count} "
+                "layers"
+            )
+        if len(self.kinds()) != count or not set(self.kinds()) <= {BY_TOKEN, ROUTED}:
+            raise ModelError(f"mlp_layer_types must be {BY_TOKEN!r} or {ROUTED!r} for each of the layers")
+        known = {"scoring_func": "sqrtsoftplus", "norm_topk_prob": True, "swiglu_limit": LIMITED_AT}
+        for name, value in known.items():
+            if (given := getattr(self, name)) != value:
+                raise ModelError(f"{name} {given!r} is not supported; supported: {value!r}")
+        if self.num_attention_heads % self.o_groups:
+            raise ModelError(f"{self.num_attention_heads} heads are not {self.o_groups} equal groups (o_groups)")
+        if self.index_head_dim < (self.turned_channels() or 0):
+            raise ModelError(
+                f"an indexer with heads of {self.index_head_dim} channels cannot turn {self.turned_channels()} of them"
+            )
+
+    def kv_heads(self) -> int:
+        return 1
+
+    def windows(self) -> tuple[int | None, ...]:
+        return (self.sliding_window,) * self.num_hidden_layers
+
+    def turned_channels(self) -> int | None:
+        if self.partial_rotary_factor is not None:
+            return int(self.head_size() * self.partial_rotary_factor)
+        return self.head_size() // 8 if self.qk_rope_head_dim is None else self.qk_rope_head_dim
+
+    def layers(self) -> list[str]:
+        """Returns the kind of each layer's attention."""
+        count = self.num_hidden_layers
+        if self.layer_types is not None:
+            return self.layer_types[:count]
+        if self.compress_ratios is not None:
+            return [KIND_OF_RATIO.get(ratio, str(ratio)) for ratio in self.compress_ratios[:count]]
+        return [SPARSE_ENTRIES if index >= 2 and index % 2 else FEW_ENTRIES for index in range(count)]
+
+    def kinds(self) -> list[str]:
+        """Returns for each layer how its experts are chosen."""
+        count = self.num_hidden_layers
+        if self.mlp_layer_types is not None:
+            return self.mlp_layer_types[:count]
+        return [BY_TOKEN if index < self.num_hash_layers else ROUTED for index in range(count)]
+
+    def rotary_of_layer(self, index: int) -> Rotary | None:
+        given, theta = self.scaling(), self.default_theta if self.rope_theta is None else self.rope_theta
+        main, compressed = RotarySettings(), msgspec.structs.replace(given, rope_theta=self.compress_rope_theta)
+        if isinstance(given, MainAndCompressed) and given.main is not None and given.compress is not None:
+            main, compressed = given.main, given.compress
+        if (compressed.rope_type or compressed.type) == "yarn" and compressed.attention_factor is None:
+            compressed = msgspec.structs.replace(compressed, attention_factor=1.0)
+        own = main if self.layers()[index] == SLIDING else compressed
+        return rotary_of(own, theta, self.max_position_embeddings, interleaved=True)
+
+    def attention(self, index: int) -> AttentionRecipe:
+        kind, rates = self.layers()[index], self.compress_rates or CompressRates()
+        channels, entries, chosen = self.head_size(), None, None
+        if kind == FEW_ENTRIES:
+            entries = EntriesRecipe(self.compress_rate_hca or rates.heavily_compressed_attention, channels)
+        if kind == SPARSE_ENTRIES:
+            every = self.compress_rate_csa or rates.compressed_sparse_attention
+            entries = EntriesRecipe(every, channels, overlapping=True)
+            names = (f"attn.indexer.compressor.{name}" for name in ("wkv", "wgate", "ape", "norm"))
+            of_index = EntriesRecipe(every, self.index_head_dim, True, *names)
+            chosen = EntryIndexRecipe(self.index_topk, self.index_n_heads, of_index)
+        shared = SharedKvRecipe(
+            self.q_lora_rank,
+            self.turned_channels() or 0,
+            self.o_groups,
+            self.o_lora_rank,
+            self.norm(),
+            entries,
+            chosen,
+        )
+        return AttentionRecipe(
+            self.rotary_of_layer(index),
+            window=self.sliding_window,
+            query="attn.wq_b",
+            key="attn.wkv",
+            value="",
+            out="attn.wo_b",
+            sinks="attn.attn_sink",
+            shared=shared,
+        )
+
+    def feed_forward(self, index: int) -> FeedForwardRecipe:
+        channels, by_token = self.moe_intermediate_size, self.kinds()[index] == BY_TOKEN
+
+        def expert(prefix: str) -> MlpRecipe:
+            gate, down, up = (f"{prefix}.w{number}" for number in (1, 2, 3))
+            return MlpRecipe(channels, Activation.LIMITED_SILU, gate=gate, up=up, down=down)
+
+        return ExpertsRecipe(
+            self.n_routed_experts,
+            self.num_experts_per_tok,
+            expert("ffn.experts.{}"),
+            router="ffn.gate",
+            scoring=Scoring.ROOT_SOFTPLUS,
+            normalised=True,
+            correction="" if by_token else "ffn.gate.bias",
+            precise_router=True,
+            by_token="ffn.gate.tid2eid" if by_token else "",
+            scale=self.routed_scaling_factor,
+            smallest_sum=1e-20,
+            shared=expert("ffn.shared_experts"),
+        )
+
+    def layer(self, index: int) -> LayerRecipe:
+        streams = StreamsRecipe(self.hc_mult, self.hc_sinkhorn_iters, self.hc_eps, self.norm())
+        return replace(super().layer(index), norms=("attn_norm", "ffn_norm"), streams=streams)
+
+    def recipe(self) -> ModelRecipe:
+        renamed = (
+            ("embed.", "model.embed_tokens."),
+            ("layers.", "model.layers."),
+            ("norm.", "model.norm."),
+            ("hc_head_", "model.hc_head.hc_"),
+            ("lm_head.", "head."),
+        )
+        return replace(super().recipe(), head="head", renamed=renamed, unused=("mtp.", "model.mtp."))
 
 
 def _check_routing(given: str, known: str, every: int) -> None:

@@ -16,6 +16,9 @@ from pdserve.models.tp.shares import expert_share
 from pdserve_kernels.contract import ExpertsForm, ExpertWeights
 from pdserve_kernels.feed_forward import Activation
 
+NEVER = -1e4
+"""The logit of an expert that is not chosen, beside those that are."""
+
 
 class Experts:
     """The experts of a layer and their router.
@@ -23,8 +26,13 @@ class Experts:
     A rank has some of the experts, or a part of the channels of each, whichever makes the better products.
     """
 
-    def __init__(self, hidden_size: int, building: Building, recipe: ExpertsRecipe, prefix: str) -> None:
-        """Takes the tensors whose names begin with ``prefix``. Raises ModelError if the rule cannot choose experts."""
+    def __init__(
+        self, hidden_size: int, building: Building, recipe: ExpertsRecipe, prefix: str, vocab_size: int = 0
+    ) -> None:
+        """Takes the tensors whose names begin with ``prefix``. Raises ModelError if the rule cannot choose experts.
+
+        ``vocab_size`` is for experts that are chosen by token.
+        """
         checkpoint = building.checkpoint
         self._tp, self._precise = building.tp, recipe.precise_router
         precise = torch.float32 if recipe.precise_router else None
@@ -70,15 +78,27 @@ class Experts:
         weights = (_expert(hidden_size, building, _numbered(expert, i), prefix, mine) for i in own)
         self._experts = building.kernels.experts(form, weights)
         self._shared = None if recipe.shared is None else Mlp(hidden_size, building, recipe.shared, prefix)
+        self._by_token = None
+        if recipe.by_token:
+            self._by_token = _experts_by_token(building, recipe, prefix, vocab_size)
         self._shared_gate = None
         if recipe.shared_gate:
             gate = checkpoint.take(f"{prefix}{recipe.shared_gate}.weight", (1, hidden_size))
             self._shared_gate = building.kernels.linear(gate)
 
-    def __call__(self, x: torch.Tensor, routed: torch.Tensor | None = None) -> torch.Tensor:
-        """Maps ``[tokens, hidden_size]`` to the same shape. ``routed`` is what the router is given if not ``x``."""
+    def __call__(
+        self, x: torch.Tensor, routed: torch.Tensor | None = None, token_ids: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Maps ``[tokens, hidden_size]`` to the same shape. ``routed`` is what the router is given if not ``x``.
+
+        ``token_ids``, ``[tokens]``, are for experts that are chosen by them.
+        """
         given = x if routed is None else routed
         logits = self._router(given.float() if self._precise else given)
+        if self._by_token is not None:
+            assert token_ids is not None, "experts by token need the tokens"
+            chosen = self._by_token[token_ids]
+            logits = torch.full_like(logits, NEVER).scatter_(-1, chosen, logits.gather(-1, chosen))
         return self._tp.all_reduce(self._experts(x, logits, self._beside(x)))
 
     def _beside(self, x: torch.Tensor) -> torch.Tensor | None:
@@ -111,6 +131,19 @@ class BesideExperts:
         """Maps the residual, ``[tokens, hidden_size]``, to the same shape."""
         own = self._after_mlp(self._mlp(self._before_mlp(x)))
         return own + self._after_experts(self._experts(self._before_experts(x), self._before_router(x)))
+
+
+def _experts_by_token(building: Building, recipe: ExpertsRecipe, prefix: str, vocab_size: int) -> torch.Tensor:
+    """Returns the numbers of the experts of each token id, ``[vocab_size, chosen]``."""
+    name = prefix + recipe.by_token
+    table = building.checkpoint.take(name, (vocab_size, recipe.chosen), dtype=torch.int64)
+    if not table.is_meta:
+        ordered = table.sort(-1).values
+        if not ((ordered >= 0) & (ordered < recipe.count)).all() or (ordered[:, 1:] == ordered[:, :-1]).any():
+            raise ModelError(
+                f"{building.checkpoint.path}: {name!r} needs {recipe.chosen} experts of {recipe.count} for each token"
+            )
+    return table
 
 
 def _expert_recipe(hidden_size: int, building: Building, recipe: ExpertsRecipe, prefix: str) -> MlpRecipe:

@@ -7,20 +7,33 @@ heads is attention to that one key. Rows of many tokens take less time with expa
 
 DeepSeek-V3.2 (2025) attends to some tokens alone. An indexer of few, short heads scores all tokens of a context by one
 more key of each, which stands behind the first one in the cache: so it is sent, kept and given back with it.
+
+DeepSeek-V4 (2026) has one vector of a token that is the key and the value of all heads, of which a token sees those of
+a window, and beside them entries that stand for several tokens each, or for overlapping ones.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
+import torch.nn.functional as F
 
 from pdserve.models.checkpoint.decoder_config import FamilyConfig
 from pdserve.models.checkpoint.weights import ALL
-from pdserve.models.latent_plan import LatentStep, widened
+from pdserve.models.latent_plan import LatentStep, SharedStep, widened
 from pdserve.models.parts.feed_forward import gate_heads
 from pdserve.models.parts.norms import LoadedNorm, load_norm
 from pdserve.models.parts.projections import Building, Projection, RowParallel, SideBySide, column_parallel
 from pdserve.models.parts.rotary import PositionTables, channel_order
-from pdserve.models.recipe import AttentionRecipe, IndexRecipe, LatentRecipe
+from pdserve.models.recipe import (
+    AttentionRecipe,
+    EntriesRecipe,
+    EntryIndexRecipe,
+    IndexRecipe,
+    LatentRecipe,
+    Norm,
+)
 from pdserve.models.tp.shares import share, spread
 from pdserve_kernels.contract import HeadLinear, IndexQueries, Linear
 
@@ -213,3 +226,158 @@ def _products(
         queries = keys.transpose(1, 2)
     linear = building.kernels.head_linear
     return linear(queries.contiguous()), linear(keys.contiguous()), linear(values.contiguous())
+
+
+class SharedKvAttention:
+    """Attention to one vector of a token (``SharedKvRecipe``), of the layer that is ``index`` of its cache group.
+
+    A rank has some of the heads, and makes all vectors and entries.
+    """
+
+    def __init__(
+        self,
+        config: FamilyConfig,
+        building: Building,
+        recipe: AttentionRecipe,
+        prefix: str,
+        index: int,
+        entries: int | None,
+    ) -> None:
+        """Takes the layer's tensors, whose names begin with ``prefix``. ``entries`` is the number of its entries."""
+        shared, window, hidden = recipe.shared, recipe.window, config.hidden_size
+        assert shared is not None and window is not None and recipe.sinks, "such layers have windows and sinks"
+        self._shared, self._window, self._index, self._number = shared, window, index, entries
+        self._channels = channels = config.head_dim
+        groups = share(building.tp, shared.groups, "groups of heads")
+        of_group = config.heads // shared.groups
+        heads = spread(groups, of_group)
+        self._heads, self._groups = heads.stop - heads.start, groups.stop - groups.start
+        made = [] if shared.entries is None else [shared.entries]
+        made += [] if shared.index is None else [shared.index.entries]
+        wide = [
+            Projection(prefix + name, each.parts * each.channels, ALL)
+            for each in made
+            for name in (each.value, each.gate)
+        ]
+        down = Projection(prefix + shared.query_down, shared.query_rank, ALL)
+        self._inner = column_parallel(building, hidden, [down, Projection(prefix + recipe.key, channels, ALL), *wide])
+        self._widths = [shared.query_rank, channels, *(each.outputs for each in wide)]
+        self._query_norm = load_norm(building, shared.norm, prefix + shared.query_norm, shared.query_rank)
+        query = Projection(prefix + recipe.query, config.heads * channels, spread(heads, channels))
+        self._query = column_parallel(building, shared.query_rank, [query])
+        self._norm = load_norm(building, shared.norm, prefix + shared.key_norm, channels)
+        shape = (shared.groups * shared.group_rank, of_group * channels)
+        weight = building.checkpoint.take(
+            f"{prefix}{shared.group_out}.weight", shape, spread(groups, shared.group_rank)
+        )
+        self._group_out = building.kernels.head_linear(weight.view(self._groups, shared.group_rank, -1))
+        whole = (hidden, shape[0])
+        self._out = RowParallel(building, prefix + recipe.out, whole, spread(groups, shared.group_rank), biased=False)
+        self._sinks = building.checkpoint.take(prefix + recipe.sinks, (config.heads,), heads, dtype=torch.float32)
+        self._made = _Entries(building, made, shared.norm, prefix) if made else None
+        self._indexer = (
+            None if shared.index is None else _EntryIndex(hidden, building, shared.index, shared.query_rank, prefix)
+        )
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        tables: PositionTables,
+        whole: PositionTables,
+        step: SharedStep,
+        group: int,
+        states: torch.Tensor | None,
+        state_group: int | None,
+    ) -> torch.Tensor:
+        """Maps ``x``, normalised ``[tokens, hidden_size]``, to the same shape.
+
+        ``whole`` are the tables of all positions, and ``states``, of ``state_group``, those of the layer's entries.
+        """
+        shared, tokens = self._shared, x.shape[0]
+        down, vectors, *wide = torch.split(self._inner(x), self._widths, 1)
+        down = self._query_norm(down.contiguous())
+        query = self._query(down).view(tokens, self._heads, self._channels)
+        query = turned(
+            F.rms_norm(query, (self._channels,), None, shared.norm.eps), tables.cos, tables.sin, shared.turned
+        )
+        vectors = turned(self._norm(vectors.contiguous()).unsqueeze(1), tables.cos, tables.sin, shared.turned)
+        step.store(group, self._index, vectors.squeeze(1))
+        index, most = None, 0
+        if self._made is not None and states is not None and state_group is not None and self._number is not None:
+            making = step.making(self._made.every, state_group)
+            sums = making(*self._made.parted(wide), states)
+            if len(sums):
+                entries = self._made(sums, whole.at(making.positions), shared.turned)
+                step.store_entries(self._number, making, entries)
+        if self._indexer is not None:
+            index, most = self._indexer(x, down, tables, shared.turned), self._indexer.most
+        attended = step(group, self._index, self._window, query, self._sinks, self._number, index, most)
+        attended = turned(attended, tables.cos, -tables.sin, shared.turned)
+        grouped: torch.Tensor = self._group_out(attended.reshape(tokens, self._groups, -1))
+        return self._out(grouped.reshape(tokens, -1))
+
+
+class _Entries:
+    """What entries of one or two kinds are made with: those that are attended to, and those that choose among them."""
+
+    def __init__(self, building: Building, recipes: Sequence[EntriesRecipe], norm: Norm, prefix: str) -> None:
+        self._parts, self._sizes = recipes[0].parts, [each.channels for each in recipes]
+        self.every = recipes[0].every
+        biases = []
+        for each in recipes:
+            shape = (self.every, each.parts * each.channels)
+            biases.append(building.checkpoint.take(prefix + each.bias, shape, dtype=torch.float32))
+        self._bias = self._together(biases)
+        self._norms = [load_norm(building, norm, prefix + each.norm, each.channels) for each in recipes]
+        self._dtype = building.checkpoint.dtype
+
+    def parted(self, wide: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Returns vectors, gates and biases as ``EntryMaking`` takes them.
+
+        ``wide`` are the vectors and the gates of each kind, ``[tokens, parts * channels]``.
+        """
+        return self._together(wide[::2]), self._together(wide[1::2]), self._bias
+
+    def _together(self, kinds: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Returns those of all kinds, fp32 ``[rows, parts, all channels]``."""
+        return torch.cat([each.float().view(len(each), self._parts, -1) for each in kinds], -1)
+
+    def __call__(self, sums: torch.Tensor, tables: PositionTables, width: int) -> torch.Tensor:
+        """Maps what ``EntryMaking`` gave to entries, ``[entries, all channels]``, normalised and turned."""
+        kinds = torch.split(sums.to(self._dtype), self._sizes, 1)
+        normed = [norm(each.contiguous()).unsqueeze(1) for norm, each in zip(self._norms, kinds, strict=True)]
+        return torch.cat([turned(each, tables.cos, tables.sin, width).squeeze(1) for each in normed], 1)
+
+
+class _EntryIndex:
+    """Makes what entries are chosen by. Every rank has the whole of it."""
+
+    def __init__(
+        self, hidden_size: int, building: Building, recipe: EntryIndexRecipe, query_rank: int, prefix: str
+    ) -> None:
+        channels, heads = recipe.entries.channels, recipe.heads
+        self.most = recipe.count
+        """The most entries that a token sees."""
+        self._heads, self._channels = heads, channels
+        self._query = column_parallel(building, query_rank, [Projection(prefix + recipe.query, heads * channels, ALL)])
+        shape = (heads, hidden_size)
+        weights = building.checkpoint.take(f"{prefix}{recipe.weights}.weight", shape, dtype=torch.float32)
+        self._weights = building.kernels.linear(weights)
+        self._factor = (channels * heads) ** -0.5
+
+    def __call__(self, x: torch.Tensor, down: torch.Tensor, tables: PositionTables, width: int) -> IndexQueries:
+        """Returns what index entries are scored by. ``down``, ``[tokens, query_rank]``, is what queries come from."""
+        query = self._query(down).view(len(x), self._heads, self._channels)
+        return IndexQueries(turned(query, tables.cos, tables.sin, width), self._weights(x.float()) * self._factor)
+
+
+def turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, width: int) -> torch.Tensor:
+    """Turns neighbours of the last ``width`` channels of ``x``, ``[tokens, heads, channels]``, against each other.
+
+    ``cos`` and ``sin`` are ``[tokens, width / 2]``.
+    """
+    still, pairs = torch.split(x, [x.shape[-1] - width, width], -1)
+    first, second = pairs.float().reshape(*x.shape[:2], width // 2, 2).unbind(-1)
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    both = torch.stack((first * cos - second * sin, second * cos + first * sin), -1)
+    return torch.cat((still, both.flatten(-2).to(x.dtype)), -1)

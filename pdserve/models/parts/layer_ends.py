@@ -1,10 +1,14 @@
-"""Computes what a layer does with the residual at its end: an input of its own is added, and the sum is scaled."""
+"""Computes what layers do with the residual beside adding to it.
+
+At its end, a layer may add an input of its own, and scale the sum. There may be several residuals, which parts mix.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 
 from pdserve.errors import ModelError
 from pdserve.models.checkpoint.decoder_config import FamilyConfig
@@ -12,7 +16,8 @@ from pdserve.models.parts.feed_forward import activation_of
 from pdserve.models.parts.norms import load_norm
 from pdserve.models.parts.projections import Building
 from pdserve.models.parts.vocabulary import VocabParallelEmbedding
-from pdserve.models.recipe import LayerRecipe, MlpRecipe, PerLayerEmbedding, PerLayerInput
+from pdserve.models.recipe import LayerRecipe, MlpRecipe, PerLayerEmbedding, PerLayerInput, StreamsRecipe
+from pdserve_kernels.feed_forward import Activation
 
 HALF = 2.0**-0.5
 """What the sum of two numbers is multiplied by so that it varies as each of them does."""
@@ -86,3 +91,79 @@ def load_layer_end(
     if recipe.factor:
         factor = building.checkpoint.take(f"{prefix}{recipe.factor}", (1,))
     return None if added is None and factor is None else LayerEnd(added, factor)
+
+
+class StreamSum:
+    """Sums the streams of a token with weights that follow from them. Every rank computes the whole."""
+
+    def __init__(
+        self, hidden_size: int, building: Building, recipe: StreamsRecipe, name: str, further: int = 0
+    ) -> None:
+        """Takes the tensors whose names begin with ``name``, which give ``further`` numbers beside the weights."""
+        self._kernels, self._recipe = building.kernels, recipe
+        self._width = recipe.count * hidden_size
+        outputs = recipe.count + further
+
+        def taken(end: str, *shape: int) -> torch.Tensor:
+            return building.checkpoint.take(f"{name}_{end}", shape, dtype=torch.float32)
+
+        self._product = building.kernels.linear(taken("fn", outputs, self._width))
+        self._base, self._scale = taken("base", outputs), taken("scale", 3 if further else 1)
+
+    def __call__(self, streams: torch.Tensor) -> torch.Tensor:
+        """Maps ``[tokens, count, hidden_size]`` to ``[tokens, hidden_size]``."""
+        return self._summed(streams, self._numbers(streams))
+
+    def _numbers(self, streams: torch.Tensor) -> torch.Tensor:
+        """Returns what follows from all streams of a token, fp32 ``[tokens, count + further]``."""
+        flat = F.rms_norm(streams.flatten(1).float(), (self._width,), None, self._recipe.norm.eps)
+        return self._product(flat)
+
+    def _summed(self, streams: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+        count = self._recipe.count
+        weights = self._sigmoid(numbers[:, :count] * self._scale[0] + self._base[:count]) + self._recipe.eps
+        return _weighted(weights.unsqueeze(-1), streams.unsqueeze(2)).squeeze(1).to(streams.dtype)
+
+    def _sigmoid(self, x: torch.Tensor) -> torch.Tensor:
+        return self._kernels.activated(x, Activation.SIGMOID, gated=False)
+
+
+class Connection(StreamSum):
+    """Hyper-connections of one part of a layer (Xie et al., 2026): what it is given, and where its output goes."""
+
+    def __init__(self, hidden_size: int, building: Building, recipe: StreamsRecipe, name: str) -> None:
+        """Takes the tensors whose names begin with ``name``."""
+        super().__init__(hidden_size, building, recipe, name, recipe.count * (1 + recipe.count))
+
+    def opened(self, streams: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Maps ``[tokens, count, hidden_size]`` to the part's input, ``[tokens, hidden_size]``, and to two weights.
+
+        With these, fp32 ``[tokens, count]`` and ``[tokens, count, count]``, ``closed`` adds the output.
+        """
+        count, eps = self._recipe.count, self._recipe.eps
+        numbers = self._numbers(streams)
+        spread = numbers[:, count : 2 * count] * self._scale[1] + self._base[count : 2 * count]
+        mixed = numbers[:, 2 * count :] * self._scale[2] + self._base[2 * count :]
+        mixed = torch.softmax(mixed.view(-1, count, count), -1) + eps
+        mixed = mixed / (mixed.sum(-2, keepdim=True) + eps)
+        for _ in range(self._recipe.iterations - 1):
+            mixed = mixed / (mixed.sum(-1, keepdim=True) + eps)
+            mixed = mixed / (mixed.sum(-2, keepdim=True) + eps)
+        return self._summed(streams, numbers), 2 * self._sigmoid(spread), mixed
+
+    @staticmethod
+    def closed(streams: torch.Tensor, output: torch.Tensor, spread: torch.Tensor, mixed: torch.Tensor) -> torch.Tensor:
+        """Returns the streams, mixed, with the part's output, ``[tokens, hidden_size]``, in each of them."""
+        own = spread.unsqueeze(-1) * output.unsqueeze(1)
+        return (own + _weighted(mixed, streams.unsqueeze(2))).to(streams.dtype)
+
+
+def _weighted(weights: torch.Tensor, streams: torch.Tensor) -> torch.Tensor:
+    """Returns sums of streams, fp32 ``[tokens, sums, hidden_size]``.
+
+    ``weights`` is ``[tokens, count, sums]``, and ``streams`` ``[tokens, count, 1, hidden_size]``.
+    """
+    total = weights[:, 0].unsqueeze(-1) * streams[:, 0]
+    for number in range(1, streams.shape[1]):
+        total = total + weights[:, number].unsqueeze(-1) * streams[:, number]
+    return total

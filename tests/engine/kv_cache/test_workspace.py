@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from pdserve.config import SchedulerConfig
+from pdserve.config import Dtype, SchedulerConfig
 from pdserve.engine.kv_cache.cache_size import (
     LIBRARY_BYTES,
     SCORING_BYTES_PER_LOGIT,
@@ -29,10 +29,10 @@ from pdserve.models.checkpoint.decoder_config import FamilyConfig
 from pdserve.models.checkpoint.weights import ALL, Rows
 from pdserve.models.decoder import build_decoder
 from pdserve.models.families.settings import draft_layer
-from pdserve.models.latent_plan import LatentStep
+from pdserve.models.latent_plan import LatentStep, SharedLoad, SharedStep, shared_bytes
 from pdserve.models.layer_groups import layer_groups
 from pdserve.models.parts.projections import Building
-from pdserve.models.rank_cache import StepCache, StepStates
+from pdserve.models.rank_cache import KvGroup, RunNumbers, StepCache, StepStates, cache_place, rank_layouts
 from pdserve.models.recipe import (
     DeltaNetRecipe,
     ExpertsRecipe,
@@ -46,13 +46,23 @@ from pdserve.models.recipe import (
     MlpBesideExperts,
     MlpRecipe,
     Norm,
+    SharedKvRecipe,
     ShortConvRecipe,
 )
 from pdserve.wire.cache_groups import Keep
 from pdserve.wire.sampling_params import SamplingParams
 from pdserve_kernels import reference
-from pdserve_kernels.contract import ExpertsForm, ExpertWeights, HeadLinear, Linear, StateRuns, UnreadWeight
+from pdserve_kernels.contract import (
+    AttentionRow,
+    ExpertsForm,
+    ExpertWeights,
+    HeadLinear,
+    Linear,
+    StateRuns,
+    UnreadWeight,
+)
 from pdserve_kernels.feed_forward import Activation
+from pdserve_kernels.kv_layout import KvLayout
 from tests.engine.live_bytes import LiveBytes
 from tests.models.tiny_families import CASES, save_tiny
 from tests.tiny_models import save_tiny_model
@@ -394,6 +404,78 @@ def test_a_step_takes_no_more_than_is_counted(tmp_path: Path, size: str, ranks: 
         model.logits(model.forward(ids, ids, StepCache(attention, states, latents))[:ROWS])
     counted = step_bytes(decoder, BF16, ranks, TOKENS, ROWS)
     assert counted / 4 < live.peak <= counted
+
+
+V4: dict[str, Any] = {"hidden_size": 4096, "intermediate_size": 2048, "heads": 64, "kv_heads": 1, "head_dim": 512}
+
+
+def of_one_vector(config: FamilyConfig) -> FamilyConfig:
+    """Returns a configuration with the entries of DeepSeek V4 Flash."""
+
+    def widened(shared: SharedKvRecipe | None) -> SharedKvRecipe | None:
+        if shared is None or shared.entries is None:
+            return shared
+        every = 4 if shared.index is not None else 128
+        index = shared.index and replace(
+            shared.index, count=512, heads=64, entries=replace(shared.index.entries, every=4, channels=128)
+        )
+        entries = replace(shared.entries, every=every, channels=512)
+        sizes: dict[str, Any] = {"query_rank": 1024, "turned": 64, "groups": 8, "group_rank": 1024}
+        return replace(shared, entries=entries, index=index, **sizes)
+
+    layers = []
+    for layer in config.recipe.layers:
+        part = layer.attention
+        if part is not None and part.shared is not None and part.shared.entries is not None:
+            part = replace(part, shared=widened(part.shared), window=128)
+            layers.append(replace(layer, attention=part, streams=layer.streams and replace(layer.streams, count=4)))
+    count = len(layers)
+    recipe = replace(config.recipe, layers=tuple(layers))
+    return replace(config, num_layers=count, windows=(128,) * count, recipe=recipe, max_positions=2**16)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("spread", [False, True])
+def test_a_step_with_entries_takes_no_more_than_is_counted(tmp_path: Path, ranks: int, spread: bool) -> None:
+    """A long prompt, or one and many answers beside each other."""
+    saved = read_family_config(save_tiny("deepseek-v4", tmp_path))
+    decoder = of_one_vector(wide(replace(saved, vocab_size=129_280, **V4), 2048, 2048))
+    kernels: Any = GpuMemory(decoder, ranks)
+    checkpoint: Any = AnyCheckpoint()
+    together: Any = Together(ranks)
+    model = build_decoder(decoder, Building(checkpoint, kernels, together), decoder.max_positions, BF16)
+    context, answers = decoder.max_positions, ROWS if spread else 0
+    lengths = [*[1] * answers, TOKENS - answers]
+    rows = [AttentionRow(length, context, range(context // 16)) for length in lengths]
+    groups = layer_groups(decoder).groups
+    layouts, (places, _) = (
+        rank_layouts(decoder, Dtype.BF16, 16, together),
+        cache_place(decoder, Dtype.BF16, 16, [context // 16] * len(groups), together),
+    )
+    kept = [
+        KvGroup(number, places[number], layout, layout.allocate(context // 16, META), 64 // ranks, group.entries)
+        for number, (layout, group) in enumerate(zip(layouts, groups, strict=True))
+        if isinstance(layout, KvLayout)
+    ]
+    starts = [*range(answers + 1), TOKENS]
+    runs = RunNumbers(starts, [0] * len(lengths), list(range(len(lengths))), [], single=False)
+    states = [
+        StepStates([torch.empty(len(lengths), 1, group.numbers, device=META)] * group.layers, one_run())
+        for group in groups
+        if group.keep is Keep.LATEST
+    ]
+    with torch.inference_mode(), LiveBytes() as live:
+        ids = torch.empty(TOKENS, dtype=torch.int32, device=META)
+        step = SharedStep(kernels, kept, [rows] * len(kept), [runs] * len(states), 0.1)
+        model.logits(model.forward(ids, ids, StepCache((), states, shared=step))[:ROWS])
+    load = SharedLoad(64 // ranks, 512, 128, len(rows), TOKENS, context)
+    parts = [part.shared for part in decoder.recipe.attention if part.shared is not None]
+    gathered = max(shared_bytes(part, 2, load) for part in parts)
+    counted = step_bytes(decoder, BF16, ranks, TOKENS, ROWS) + gathered
+    assert counted / 4 < live.peak <= counted
+    scheduler = SchedulerConfig(max_num_seqs=len(rows), max_num_batched_tokens=TOKENS)
+    steps = step_bytes(decoder, BF16, ranks, TOKENS, len(rows))
+    assert workspace_bytes(decoder, scheduler, BF16, ranks, 0) > LIBRARY_BYTES + steps + gathered
 
 
 @pytest.mark.parametrize("size", ["delta nets 80B", "latents 671B", "8B"])

@@ -148,6 +148,7 @@ WHOLE = ("nemotron-h",)
 """Attention, states and experts. Other tests here compute layers of other kinds."""
 MORE = (
     "deepseek-v32",
+    "deepseek-v4",
     "glm-moe-dsa",
     "gpt-oss",
     "kimi-linear",
