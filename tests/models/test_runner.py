@@ -20,6 +20,7 @@ from pdserve_kernels.cpu.compiled_kernels import CompiledKernels, CompiledLinear
 from pdserve_kernels.cpu.torch_kernels import TorchKernels
 from tests.models.grouped_runner import GroupedRunner
 from tests.models.tiny_drafting import save_tiny_drafting
+from tests.models.tiny_families import save_case
 from tests.tiny_models import (
     FAMILIES,
     VOCAB_SIZE,
@@ -194,8 +195,10 @@ class NoValues(TorchKernels):
         return lambda x, logits, beside: torch.empty_like(x)
 
 
-def test_a_step_asks_its_device_for_nothing(folder: Path) -> None:
+@pytest.mark.parametrize("case", ["llama", "deepseek-v4"])
+def test_a_step_asks_its_device_for_nothing(tmp_path: Path, case: str) -> None:
     """A wait for the device is one for the other ranks, which only the group can end. A meta tensor has no numbers."""
+    folder = save_case(case, tmp_path)
     config, meta = read_family_config(folder), torch.device("meta")
     runner = GroupedRunner(folder, config, Dtype.FP32, BLOCK_SIZE, 64, 256, NoValues(), device=meta)
     rows = [StepRow([5], 0, [0], False), StepRow([7], 6, [1, 2], True), StepRow([1, 2, 3], 3, [3, 4], True, range(2))]
