@@ -151,6 +151,11 @@ def test_every_decoder_of_transformers_is_accepted_or_refused_in_a_sentence(tmp_
         ("deepseek_v4", V4 | {"layer_types": ["full_attention"] * 2}, "layer_types must be one of 'sliding_attention'"),
         ("deepseek_v4", V4 | {"compress_ratios": [4, 8]}, "layer_types must be one of 'sliding_attention'"),
         ("deepseek_v4", V4 | {"mlp_layer_types": ["moe"]}, "mlp_layer_types must be 'hash_moe' or 'moe' for each"),
+        (
+            "deepseek_v4",
+            V4 | {"rope_parameters": {"main": {}, "compress": {"partial_rotary_factor": 0.125}}},
+            "partial_rotary_factor None of rope_parameters turns other channels than 64",
+        ),
         ("deepseek_v4", V4 | {"index_head_dim": 62}, "heads of 62 channels cannot turn 64 of them"),
         ("deepseek_v32", SMALL | {"q_lora_rank": None}, "q_lora_rank, the channels that the queries of an"),
         ("deepseek_v32", SMALL | {"index_head_dim": 62}, "heads of 62 channels cannot turn 64 of them"),

@@ -245,12 +245,14 @@ def test_settings_as_the_released_files_have_them() -> None:
         "mlp_layer_types": ["hash_moe", "moe", "moe", "moe"],
         "partial_rotary_factor": 0.125,
         "rope_parameters": {
-            "main": {"rope_type": "default", "rope_theta": 10000.0},
-            "compress": yarn | {"rope_type": "yarn", "rope_theta": 160000.0, "attention_factor": 1.0},
+            "main": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.125},
+            "compress": yarn
+            | {"rope_type": "yarn", "rope_theta": 160000.0, "attention_factor": 1.0, "partial_rotary_factor": 0.125},
         },
     }
     named, ours = (settings_from_values("deepseek_v4", own) for own in (released, usual))
     named.check()
+    ours.check()
     assert named.recipe() == ours.recipe()
     rotaries = [part.rotary for part in named.recipe().attention]
     assert [rotary and rotary.theta for rotary in rotaries] == [10_000.0, 160_000.0, 160_000.0, 160_000.0]

@@ -947,6 +947,15 @@ class DeepseekV4Settings(FamilySettings, kw_only=True):
                 raise ModelError(f"{name} {given!r} is not supported; supported: {value!r}")
         if self.num_attention_heads % self.o_groups:
             raise ModelError(f"{self.num_attention_heads} heads are not {self.o_groups} equal groups (o_groups)")
+        given, turned = self.scaling(), self.turned_channels()
+        kinds = (given.main, given.compress) if isinstance(given, MainAndCompressed) else ()
+        for kind in kinds:
+            # Without the setting, transformers turns whole heads.
+            if kind is not None and int(self.head_size() * (kind.partial_rotary_factor or 1.0)) != turned:
+                raise ModelError(
+                    f"partial_rotary_factor {kind.partial_rotary_factor} of rope_parameters turns other channels than "
+                    f"{turned}"
+                )
         if self.index_head_dim < (self.turned_channels() or 0):
             raise ModelError(
                 f"an indexer with heads of {self.index_head_dim} channels cannot turn {self.turned_channels()} of them"
