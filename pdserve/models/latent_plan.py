@@ -510,9 +510,11 @@ class SharedStep:
         together = max(1, GATHERED_NUMBERS // (width * max(query.shape[1:])))
         for begin in range(0, len(query), together):
             some = slice(begin, begin + together)
-            vectors = room[ids[some].long().clamp(0, len(room) - 1)].float()
-            scores = torch.einsum("thc,tkc->thk", query[some].float(), vectors) * self._scale
             hidden = (column < begins[some]) | (column >= ends[some])
+            # In place of what a token does not see stands a vector of its own: NaN of others would spread.
+            first = ids[some].gather(1, begins[some].long())
+            vectors = room[torch.where(hidden, first, ids[some]).long()].float()
+            scores = torch.einsum("thc,tkc->thk", query[some].float(), vectors) * self._scale
             scores = scores.masked_fill(hidden.unsqueeze(1), -torch.inf)
             beside = sinks.view(1, -1, 1).expand(len(scores), -1, 1)
             weights = torch.softmax(torch.cat((scores, beside), -1), -1)[..., :-1]

@@ -123,6 +123,29 @@ def test_vectors_may_be_gathered_for_each_token(tmp_path: Path, monkeypatch: pyt
     torch.testing.assert_close(torch.cat(pieces), wanted, rtol=0, atol=2e-4 * float(wanted.abs().max()))
 
 
+@pytest.mark.parametrize("gathers", [False, True])
+def test_what_is_not_finite_stays_in_its_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gathers: bool
+) -> None:
+    folder = save_tiny(CASE, tmp_path)
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.embed_tokens.weight"][7] = torch.nan
+    save_file(tensors, file)
+    monkeypatch.setattr(SharedStep, "gathers", property(lambda step: gathers))
+    prompt = [token for token in PROMPT if token != 7]
+    alone = small_runner(folder).run([StepRow(prompt, 0, range(16), True)])
+    beside = small_runner(folder).run(
+        [
+            StepRow([7], 0, range(31, 32), True),
+            StepRow(prompt, 0, range(16), True),
+            StepRow([9, 7] * 9, 0, range(16, 31), True),
+        ]
+    )
+    assert beside.isfinite().all(-1).tolist() == [False, True, False]
+    torch.testing.assert_close(beside[1:2], alone, rtol=1e-4, atol=1e-4)
+
+
 def test_few_of_many_entries_are_copied(tmp_path: Path) -> None:
     """Those that a single token of a long context chooses. Rows of many tokens have all beside each other."""
     folder = save_tiny(CASE, tmp_path, index_topk=2)
