@@ -417,12 +417,16 @@ def _layer(
             case NormOrder.SANDWICH:
                 before, after = norms
                 return _Single(part, scale, before, after)
-            case NormOrder.PARALLEL:
-                raise ModelError(f"the layer {prefix.rstrip('.')} has nothing beside its one part")
+            case NormOrder.PARALLEL | NormOrder.NORMED:
+                raise ModelError(f"the layer {prefix.rstrip('.')} has one part, and its norms are for two")
     match recipe.order:
         case NormOrder.PRE:
             before_mix, before_feed = norms
             return _InTurn(mix, feed, scale, before_mix, None, before_feed, None)
+        case NormOrder.NORMED:
+            before_mix, before_feed = norms
+            scales = recipe.scales
+            return _OnNormed(mix, feed, before_mix, before_feed, scales.mixing_residual, scales.feeding_residual)
         case NormOrder.POST:
             after_mix, after_feed = norms
             return _InTurn(mix, feed, scale, None, after_mix, None, after_feed)
@@ -590,6 +594,26 @@ class _InTurn:
     def fed(self, normed: torch.Tensor, step: Step) -> torch.Tensor:
         """Returns what the feed-forward part adds to the residual."""
         return _added(self.feed(normed, step), self.after_feed, self.scale)
+
+
+@dataclass(frozen=True, slots=True)
+class _OnNormed:
+    """Both parts in turn, each of which is added to what the norm before it gives."""
+
+    mix: Part
+    feed: Part
+    before_mix: LoadedNorm | None
+    before_feed: LoadedNorm | None
+    mixing_residual: float
+    feeding_residual: float
+
+    def __call__(
+        self, residual: torch.Tensor, delta: torch.Tensor | None, step: Step
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        normed, _ = _normed(self.before_mix, delta, residual)
+        mixed = self.mix(normed, step)
+        normed, _ = _normed(self.before_feed, mixed, normed * self.mixing_residual)
+        return self.feed(normed, step), normed * self.feeding_residual
 
 
 @dataclass(frozen=True, slots=True)

@@ -730,6 +730,35 @@ class MambaRecipe:
         return 12 * self.heads * self.channels + 8 * self.heads * (self.rank + 2 * self.size)
 
 
+@dataclass(frozen=True, slots=True)
+class LightningRecipe:
+    """A lightning attention: each head has a matrix, which decays at a rate of its own. Ranks split heads."""
+
+    slopes: tuple[float, ...]
+    """What the logarithm of each head's matrix loses with each token."""
+    channels: int
+    """The channels of a head's query, key and value."""
+    norm: Norm
+    """The norm of all heads together, whose output is multiplied by ``sigmoid(gate)``."""
+    inner: str = "self_attn.qkv_proj"
+    """The projection to each head's query, key and value, of which then silu is taken."""
+    gate: str = "self_attn.output_gate"
+    normed: str = "self_attn.norm"
+    out: str = "self_attn.out_proj"
+
+    @property
+    def heads(self) -> int:
+        return len(self.slopes)
+
+    @property
+    def numbers(self) -> int:
+        return self.channels * self.channels
+
+    @property
+    def token_numbers(self) -> int:
+        return 16 * self.heads * self.channels
+
+
 class NormOrder(enum.Enum):
     """Where the norms of a layer stand, and so how many they are. A layer of one part has half of them."""
 
@@ -741,6 +770,8 @@ class NormOrder(enum.Enum):
     """Before and after attention, and before and after the feed-forward part."""
     PARALLEL = "parallel"
     """One before both parts, which are added together; or, if two are named, one before each."""
+    NORMED = "normed"
+    """Before attention, and before the feed-forward part. What a norm gives is the residual from there on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -752,6 +783,10 @@ class PartScales:
     mixer_in: float = 1.0
     mixer_out: float = 1.0
     feed_forward_out: float = 1.0
+    mixing_residual: float = 1.0
+    """What the residual is multiplied by beside attention or a mixer, if ``order`` is ``NORMED``."""
+    feeding_residual: float = 1.0
+    """As well, beside the feed-forward part."""
 
 
 @dataclass(frozen=True, slots=True)

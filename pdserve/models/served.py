@@ -15,6 +15,7 @@ from pdserve.models.recipe import (
     FeedForwardRecipe,
     KimiDeltaRecipe,
     LayerRecipe,
+    LightningRecipe,
     Mamba2Recipe,
     MambaRecipe,
     MixerRecipe,
@@ -35,7 +36,6 @@ NOT_YET: dict[str, str] = {
     for missing, model_types in {
         "a text part in a folder of its own": ("mistral4",),
         "sparse attention": ("minimax_m3_vl",),
-        "linear attention": ("minimax",),
         "states": ("recurrent_gemma", "rwkv", "xlstm", "zamba", "zamba2"),
         "low-rank residuals": ("gemma3n", "gemma3n_text"),
     }.items()
@@ -149,6 +149,7 @@ def _entries(parts: Sequence[SharedKvRecipe], layers: Sequence[LayerRecipe]) -> 
 _MIXERS: dict[type[MixerRecipe], str] = {
     DeltaNetRecipe: "gated delta nets",
     KimiDeltaRecipe: "gated delta nets with a decay for each channel",
+    LightningRecipe: "lightning attention",
     Mamba2Recipe: "Mamba 2",
     MambaRecipe: "Mamba",
     ShortConvRecipe: "short convolutions",
@@ -208,6 +209,7 @@ _ORDERS = {
     NormOrder.POST: "behind each part",
     NormOrder.SANDWICH: "before and behind each part",
     NormOrder.PARALLEL: "once, before both parts",
+    NormOrder.NORMED: "before each part, of the residual itself",
 }
 
 

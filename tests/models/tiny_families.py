@@ -376,6 +376,20 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "seed-oss": ("seed_oss", SHAPE | {"attention_out_bias": True}),
     "ernie": ("ernie4_5", SHAPE),
     "ernie-biased": ("ernie4_5", SHAPE | {"use_bias": True}),
+    "minimax": (
+        "minimax",
+        SHAPE
+        | {"num_local_experts": 4, "num_experts_per_tok": 2, "num_hidden_layers": 4, "block_size": 8}
+        | {"full_attn_alpha_factor": 1.4, "full_attn_beta_factor": 0.7, "linear_attn_alpha_factor": 0.8}
+        | {"linear_attn_beta_factor": 1.3, "mlp_alpha_factor": 1.2, "mlp_beta_factor": 0.9, "initializer_range": 0.15},
+    ),
+    "minimax-window": (
+        "minimax",
+        SHAPE
+        # transformers takes the length of a context from the first layer.
+        | {"num_local_experts": 4, "sliding_window": WINDOW, "layer_types": [FULL, "linear_attention", FULL]}
+        | {"initializer_range": 0.15},
+    ),
     "minimax-m2": (
         "minimax_m2",
         SHAPE | {"head_dim": 12, "num_local_experts": 8, "num_experts_per_tok": 3, "rotary_dim": 6},

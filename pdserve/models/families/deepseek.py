@@ -12,6 +12,7 @@ import msgspec
 from pdserve.errors import ModelError
 from pdserve.models.families.settings import (
     FULL,
+    LINEAR,
     NONE,
     SLIDING,
     Count,
@@ -52,7 +53,6 @@ KEY, VALUE, OUT = "self_attn.kv_a_proj_with_mqa", "self_attn.kv_b_proj", "self_a
 DENSE, SPARSE = "dense", "sparse"
 INDEXED = "indexed_attention"
 OWN, SHARED = "full", "shared"
-LINEAR = "linear_attention"
 SPARSE_ENTRIES, FEW_ENTRIES = "compressed_sparse_attention", "heavily_compressed_attention"
 KIND_OF_RATIO = {0: SLIDING, 4: SPARSE_ENTRIES, 128: FEW_ENTRIES}
 """The kinds of a DeepSeek V4's layers, by the tokens of an entry, as its own files have them."""

@@ -12,6 +12,7 @@ from pdserve.errors import ModelError
 from pdserve.models.families.settings import (
     FULL,
     HEAD_NORMS,
+    LINEAR,
     MLP,
     NONE,
     QKV,
@@ -33,11 +34,13 @@ from pdserve.models.recipe import (
     FeedForwardRecipe,
     HeadNorm,
     LayerRecipe,
+    LightningRecipe,
     MlpRecipe,
     ModelRecipe,
     Norm,
     NormOrder,
     NormScope,
+    PartScales,
     QueryScale,
     Rotary,
 )
@@ -485,6 +488,58 @@ class MixtralSettings(FamilySettings, kw_only=True):
         gate, up, down = MIXTRAL_EXPERT
         expert = MlpRecipe(self.intermediate_size, gate=gate, up=up, down=down)
         return ExpertsRecipe(self.num_local_experts, self.num_experts_per_tok, expert, MIXTRAL_ROUTER, normalised=True)
+
+
+class MiniMaxSettings(MixtralSettings, kw_only=True):
+    """Lightning attention in every second layer. What a norm gives is the residual, which has factors."""
+
+    models: ClassVar[str] = "MiniMax Text 01, M1"
+    layer_types: list[str] | None = None
+    full_attn_alpha_factor: float = 1.0
+    full_attn_beta_factor: float = 1.0
+    linear_attn_alpha_factor: float = 1.0
+    linear_attn_beta_factor: float = 1.0
+    mlp_alpha_factor: float = 1.0
+    mlp_beta_factor: float = 1.0
+    block_size: int = 256
+    """How many tokens transformers computes at once in a lightning attention."""
+
+    def check(self) -> None:
+        super().check()
+        check_experts(self.num_experts_per_tok, self.num_local_experts)
+        layers = self.num_hidden_layers
+        if len(self.kinds()) != layers or not set(self.kinds()) <= {FULL, LINEAR}:
+            raise ModelError(f"layer_types must be one of {FULL!r} and {LINEAR!r} for each of {layers} layers")
+
+    def kinds(self) -> list[str]:
+        """Returns the kind of each layer."""
+        usual = [LINEAR if index % 2 else FULL for index in range(self.num_hidden_layers)]
+        return usual if self.layer_types is None else self.layer_types
+
+    def windows(self) -> tuple[int | None, ...]:
+        return tuple(self.sliding_window if kind == FULL else None for kind in self.kinds())
+
+    def lightning(self, index: int) -> LightningRecipe:
+        heads = self.num_attention_heads
+        factor = 1 - index / (self.num_hidden_layers - 1 + 1e-5) + 1e-5
+        slopes = (2 ** (-8 / heads * (head + 1)) * factor for head in range(heads))
+        return LightningRecipe(tuple(slopes), self.head_size(), Norm(1e-6))
+
+    def layer(self, index: int) -> LayerRecipe:
+        layer, full = super().layer(index), self.kinds()[index] == FULL
+        scales = PartScales(
+            attention_out=self.full_attn_beta_factor,
+            mixer_out=self.linear_attn_beta_factor,
+            feed_forward_out=self.mlp_beta_factor,
+            mixing_residual=self.full_attn_alpha_factor if full else self.linear_attn_alpha_factor,
+            feeding_residual=self.mlp_alpha_factor,
+        )
+        layer = replace(layer, order=NormOrder.NORMED, scales=scales)
+        return layer if full else replace(layer, attention=None, mixer=self.lightning(index))
+
+    def recipe(self) -> ModelRecipe:
+        computed = ("slope_rate", "query_decay", "key_decay", "diagonal_decay")
+        return replace(super().recipe(), unused_ends=tuple(f".self_attn.{name}" for name in computed))
 
 
 class MiniMaxM2Settings(MixtralSettings, kw_only=True):

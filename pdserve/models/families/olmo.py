@@ -9,10 +9,11 @@ from typing import ClassVar
 import msgspec
 
 from pdserve.errors import ModelError
-from pdserve.models.families.qwen import LINEAR, DeltaNetSettings
+from pdserve.models.families.qwen import DeltaNetSettings
 from pdserve.models.families.settings import (
     FULL,
     HEAD_NORMS,
+    LINEAR,
     NONE,
     QKVO,
     SLIDING,

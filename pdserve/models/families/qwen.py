@@ -12,6 +12,7 @@ from pdserve.errors import ModelError
 from pdserve.models.families.settings import (
     FULL,
     HEAD_NORMS,
+    LINEAR,
     NONE,
     QKV,
     QKVO,
@@ -242,7 +243,6 @@ class Qwen3VlMoeTextSettings(Qwen3MoeSettings, kw_only=True):
         return replace(part, expert=replace(part.expert, transposed=True), normalised=True, turned_by_shape=True)
 
 
-LINEAR = "linear_attention"
 APART = tuple(f"linear_attn.in_proj_{name}" for name in ("qkv", "z", "b", "a"))
 """The projections of a delta net in Qwen 3.5."""
 

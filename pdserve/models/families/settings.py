@@ -35,7 +35,7 @@ from pdserve.models.recipe import (
 )
 from pdserve_kernels.feed_forward import Activation
 
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 SELF_ATTENTION = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
 QKV = frozenset(SELF_ATTENTION[:3])
 QKVO = frozenset(SELF_ATTENTION)

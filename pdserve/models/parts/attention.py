@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from pdserve.models.checkpoint.decoder_config import FamilyConfig
 from pdserve.models.checkpoint.weights import Rows
 from pdserve.models.parts.feed_forward import gate_heads
+from pdserve.models.parts.norms import norm_of_all
 from pdserve.models.parts.projections import Building, Projection, RowParallel, column_parallel
 from pdserve.models.parts.rotary import PositionTables, channel_order
 from pdserve.models.recipe import AttentionRecipe, Fusion, HeadNorm, Norm, NormKind, NormScope
@@ -220,11 +221,7 @@ def _norm_apart(
 
     def of_all(x: torch.Tensor) -> torch.Tensor:
         joined = x.reshape(x.shape[0], -1)
-        if tp.size == 1:
-            return kernels.rms_norm(joined, flat, norm.eps).view(x.shape)
-        squares = tp.all_reduce(joined.float().square().sum(-1, keepdim=True) / copies)
-        factor = torch.rsqrt(squares / (heads * head_dim) + norm.eps)
-        return ((joined.float() * factor).to(x.dtype) * flat).view(x.shape)
+        return norm_of_all(tp, kernels, joined, flat, heads * head_dim, norm.eps, copies).view(x.shape)
 
     return of_all
 

@@ -14,10 +14,12 @@ from pdserve.models.checkpoint.decoder_config import FamilyConfig
 from pdserve.models.checkpoint.weights import ALL, Columns, Rows, joined_columns
 from pdserve.models.parts.feed_forward import gated
 from pdserve.models.parts.mamba import Mamba, Mamba2
+from pdserve.models.parts.norms import norm_of_all
 from pdserve.models.parts.projections import Building, Projection, RowParallel, column_parallel
 from pdserve.models.recipe import (
     DeltaNetRecipe,
     KimiDeltaRecipe,
+    LightningRecipe,
     Mamba2Recipe,
     MambaRecipe,
     MixerRecipe,
@@ -243,6 +245,44 @@ class KimiDelta:
         return self._out(self._rule(qkv, gates, betas, steps, state, runs).view(tokens, -1))
 
 
+class Lightning:
+    """A lightning attention (Qin et al., 2024). Satisfies ``Mixer``, with this rank's heads.
+
+    Its state is that of a Mamba 2 whose steps are all 1: values are written with keys, and read with queries.
+    """
+
+    def __init__(
+        self, config: FamilyConfig, building: Building, recipe: LightningRecipe, prefix: str, index: int
+    ) -> None:
+        """Takes the layer's tensors, whose names begin with ``prefix``."""
+        checkpoint, hidden, self._tp = building.checkpoint, config.hidden_size, building.tp
+        channels, whole, self._kernels = recipe.channels, recipe.heads * recipe.channels, building.kernels
+        heads = share(building.tp, recipe.heads, "heads of a lightning attention")
+        self._recipe, self._heads, mine = recipe, heads.stop - heads.start, spread(heads, channels)
+        # A head's value, key and query, which stand in another order in the checkpoint.
+        parts = ((head * 3 + part) * channels for head in range(heads.start, heads.stop) for part in (2, 1, 0))
+        rows = tuple(chain.from_iterable(range(first, first + channels) for first in parts))
+        inner = Projection(prefix + recipe.inner, 3 * whole, rows)
+        self._inner = column_parallel(building, hidden, [inner, Projection(prefix + recipe.gate, whole, mine)])
+        self._norm = checkpoint.take(f"{prefix}{recipe.normed}.weight", (whole,), rows=mine)
+        slopes = torch.tensor(recipe.slopes[heads], dtype=torch.float32, device=checkpoint.device)
+        self._rate = -slopes.unsqueeze(1)
+        self._skip = torch.zeros_like(self._rate)
+        self._out = RowParallel(building, prefix + recipe.out, (hidden, whole), mine, biased=False)
+
+    def __call__(self, x: torch.Tensor, state: torch.Tensor, runs: StateRuns) -> torch.Tensor:
+        recipe, tokens, heads, kernels = self._recipe, x.shape[0], self._heads, self._kernels
+        own = heads * recipe.channels
+        projected, gates = torch.split(self._inner(x), [3 * own, own], -1)
+        mixing = kernels.activated(projected.contiguous(), Activation.SILU, gated=False).view(tokens, heads, -1)
+        matrices = state.view(-1, heads, 1, recipe.channels, recipe.channels)
+        steps = torch.ones((tokens, heads, 1), dtype=torch.float32, device=x.device)
+        found = kernels.mamba2_scan(mixing, steps, self._rate, self._skip, matrices, runs).reshape(tokens, own)
+        width = recipe.heads * recipe.channels
+        normed = norm_of_all(self._tp, kernels, found, self._norm, width, recipe.norm.eps)
+        return self._out(gated(kernels, gates, normed, Activation.SIGMOID))
+
+
 def _projections(recipe: DeltaNetRecipe, prefix: str, heads: range, values: slice) -> list[Projection]:
     """Returns the projections to queries, keys and values by key head, gates, betas and steps, in this order."""
     group, of_values = recipe.group, recipe.group * recipe.value_dim
@@ -324,6 +364,7 @@ def _conv_channels(recipe: DeltaNetRecipe, head: int) -> list[int]:
 MIXERS: dict[type[MixerRecipe], MixerPart] = {
     DeltaNetRecipe: DeltaNet,
     KimiDeltaRecipe: KimiDelta,
+    LightningRecipe: Lightning,
     Mamba2Recipe: Mamba2,
     MambaRecipe: Mamba,
     ShortConvRecipe: ShortConv,

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from pdserve.models.parts.projections import Building
 from pdserve.models.recipe import Norm, NormKind
+from pdserve.models.tp.shares import TpGroup
 from pdserve_kernels.contract import Kernels
 
 
@@ -61,3 +62,16 @@ class LayerNorm:
     def of_sum(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         total = residual + x
         return self(total), total
+
+
+def norm_of_all(
+    tp: TpGroup, kernels: Kernels, x: torch.Tensor, weight: torch.Tensor, width: int, eps: float, copies: int = 1
+) -> torch.Tensor:
+    """Returns ``x``, ``[tokens, own]``, as RMS over ``width`` numbers gives it, of which ranks have their own.
+
+    ``weight`` is this rank's, ``[own]``. ``copies`` ranks have the same numbers.
+    """
+    if tp.size == 1:
+        return kernels.rms_norm(x, weight, eps)
+    squares = tp.all_reduce(x.float().square().sum(-1, keepdim=True) / copies)
+    return (x.float() * torch.rsqrt(squares / width + eps)).to(x.dtype) * weight

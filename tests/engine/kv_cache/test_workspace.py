@@ -40,6 +40,7 @@ from pdserve.models.recipe import (
     IndexRecipe,
     KimiDeltaRecipe,
     LatentRecipe,
+    LightningRecipe,
     Mamba2Recipe,
     MambaRecipe,
     MixerRecipe,
@@ -175,8 +176,8 @@ class GpuMemory:
     def gated_delta_rule(self, qkv: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor, *own: Any) -> torch.Tensor:
         return qkv.new_empty((*beta.shape, own[0].shape[-1]))
 
-    def mamba2_scan(self, xbc: torch.Tensor, steps: torch.Tensor, *others: torch.Tensor | StateRuns) -> torch.Tensor:
-        return xbc.new_empty((*steps.shape, MAMBA.head_dim))
+    def mamba2_scan(self, xbc: torch.Tensor, steps: torch.Tensor, *others: Any) -> torch.Tensor:
+        return xbc.new_empty((*steps.shape, others[2].shape[3]))
 
     def head_linear(self, weight: torch.Tensor) -> HeadLinear:
         return reference.HeadLinear(weight)
@@ -197,6 +198,7 @@ MIXERS: dict[type[MixerRecipe], MixerRecipe] = {
     for recipe in (
         DeltaNetRecipe(heads=16, group=2, key_dim=128, value_dim=128, width=4, norm=Norm(1e-6)),
         KimiDeltaRecipe(heads=32, channels=128, width=4, norm=Norm(1e-6)),
+        LightningRecipe((0.1,) * 32, channels=128, norm=Norm(1e-6)),
         MAMBA,
         MambaRecipe(heads=8, channels=1024, size=16, rank=256, width=4, norm=Norm(1e-6)),
         ShortConvRecipe(heads=32, channels=64, width=3),
