@@ -395,9 +395,7 @@ def _layer(
     building: Building, recipe: LayerRecipe, prefix: str, hidden: int, mix: Part | None, feed: Part | None
 ) -> Layer:
     """Builds a layer of ``mix``, with which tokens see others, and ``feed``, the feed-forward part."""
-    kinds = (recipe.norm, recipe.norm_behind or recipe.norm)
-    # In a sandwich, they stand before and behind the parts in turn.
-    turns = cycle(kinds if recipe.order is NormOrder.SANDWICH else kinds[:1])
+    turns = cycle((recipe.norm, recipe.other_norm or recipe.norm))
     norms = [
         load_norm(building, kind, prefix + name, hidden) if name else None
         for kind, name in zip(turns, recipe.norms, strict=False)

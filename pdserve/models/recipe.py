@@ -103,6 +103,11 @@ class Norm:
     """What is added to the weights of the checkpoint."""
     weighted: bool = True
     biased: bool = False
+    gate_rank: int = 0
+    """The numbers that a gate of the output is made of, by two products with silu between; 0 without a gate.
+
+    The names of all its tensors then begin with the norm's, and its own weights are ``.norm``.
+    """
 
 
 class Fusion(enum.Enum):
@@ -182,6 +187,8 @@ class LatentRecipe:
     """The norm of latents, those of queries included."""
     query_rank: int = 0
     """The channels of the vector that queries come from; 0 if they come from the layer's input."""
+    query_pair: bool = False
+    """Whether queries come from that vector twice: as its norm gives it, and beside that as it is."""
     query_down: str = "self_attn.q_a_proj"
     query_norm: str = "self_attn.q_a_layernorm"
     key_norm: str = "self_attn.kv_a_layernorm"
@@ -822,8 +829,8 @@ class LayerRecipe:
     norm: Norm
     norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
     """The names of the norms, in the order of ``order``; empty where there is none."""
-    norm_behind: Norm | None = None
-    """The norms behind the parts of a sandwich, if they are other ones than those before."""
+    other_norm: Norm | None = None
+    """Every second norm, if it is another one: one behind a part of a sandwich, or before the feed-forward part."""
     order: NormOrder = NormOrder.PRE
     residual_scale: float = 1.0
     """What the outputs of both parts are multiplied by."""

@@ -220,6 +220,8 @@ def _norms(layer: LayerRecipe) -> Iterator[str]:
         kind += " without weights"
     elif norm.biased:
         kind += " with biases"
+    if norm.gate_rank:
+        kind += " with gates"
     yield f"{kind} {_ORDERS[layer.order]}"
     if layer.streams is not None:
         yield f"{layer.streams.count} residuals"

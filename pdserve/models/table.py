@@ -10,6 +10,7 @@ from pdserve.errors import ModelError
 from pdserve.models.families.cohere import Cohere2MoeSettings, Cohere2Settings, CohereSettings
 from pdserve.models.families.deepseek import (
     AxK1Settings,
+    AxK2Settings,
     BailingHybridSettings,
     DeepseekV2Settings,
     DeepseekV3Settings,
@@ -157,6 +158,7 @@ FAMILIES: dict[str, type[FamilySettings]] = {
     "glm_moe_dsa": GlmMoeDsaSettings,
     "glm4_moe_lite": Glm4MoeLiteSettings,
     "axk1": AxK1Settings,
+    "axk2": AxK2Settings,
     "deepseek_v4": DeepseekV4Settings,
     "kimi_linear": KimiLinearSettings,
     "bailing_hybrid": BailingHybridSettings,

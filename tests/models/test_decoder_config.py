@@ -195,6 +195,7 @@ def test_every_decoder_of_transformers_is_accepted_or_refused_in_a_sentence(tmp_
         ),
         ("exaone_moe", SMALL | {"mlp_layer_types": ["dense", "other"]}, "mlp_layer_types must be 'dense' or 'sparse'"),
         ("exaone_moe", SMALL | {"mlp_layer_types": ["dense"]}, "mlp_layer_types must be 'dense' or 'sparse'"),
+        ("axk2", SMALL | {"n_group": 4, "topk_group": 2}, "n_group of an A.X K2, experts that are chosen from groups"),
         ("axk1", SMALL | {"q_lora_rank": None}, "q_lora_rank, the channels that queries come from, is missing"),
         ("hy_v4", SMALL, r"it has latent attention \(kv_lora_rank\)"),
         ("qwen4_exp_text", {}, "layers with linear attention"),

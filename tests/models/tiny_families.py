@@ -139,6 +139,7 @@ V4["layer_types"] = [SLIDING, *(f"{kind}_attention" for kind in ("heavily_compre
 V4["mlp_layer_types"] = ["hash_moe", "moe", "hash_moe", "moe"]
 V4["compress_rates"] = {"compressed_sparse_attention": 4, "heavily_compressed_attention": 7}
 """Entries for as many tokens as a block has, and for a number that blocks do not divide."""
+AXK2: dict[str, Any] = INDEXED | {"gated_norm_rank": 5, "rope_parameters": {"rope_type": "default"}}
 KIMI: dict[str, Any] = LATENTS | EXPERTS | {"q_lora_rank": None, "moe_intermediate_size": 24, "layer_types": STATES}
 KIMI |= {"linear_num_heads": 4, "linear_head_dim": 12, "linear_conv_kernel_dim": 3}
 LING3: dict[str, Any] = LATENTS | EXPERTS | {"q_lora_rank": None, "moe_intermediate_size": 24, "layer_types": STATES}
@@ -277,6 +278,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm-moe-dsa": ("glm_moe_dsa", INDEXED | {"attention_bias": True, "indexer_types": ["full", "full", "shared"]}),
     "glm4-moe-lite": ("glm4_moe_lite", MLA | {"attention_bias": True}),
     "axk1": ("axk1", MLA | {"n_group": 2, "topk_group": 1}),
+    "axk2": ("axk2", AXK2),
+    "axk2-dense": ("axk2", AXK2 | {"mlp_layer_types": ["dense"] * 3, "attention_bias": True, "index_topk": 100}),
     "sarvam-mla": ("sarvam_mla", MLA | {"q_lora_rank": None}),
     "deepseek-v4": ("deepseek_v4", V4),
     "deepseek-v4-yarn": (

@@ -197,7 +197,7 @@ def _attention_numbers(decoder: DecoderConfig, recipe: AttentionRecipe | None, r
         own = 2 * (latent.plain + latent.turned) + 3 * latent.channels + 2 * latent.rank + 2 * latent.value
         # Of gated heads, each one's gate is there once for each channel, beside its values, and then the products.
         own += 0 if recipe.gate is None else 3 * latent.value
-        own = heads * own + 3 * latent.channels + 2 * latent.query_rank
+        own = heads * own + 3 * latent.channels + (4 if latent.query_pair else 2) * latent.query_rank
         if latent.index is None:
             return own
         # Its keys, its queries as they come, turned and together, and in fp32 its input and the weights of heads.

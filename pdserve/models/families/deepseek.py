@@ -523,6 +523,52 @@ class AxK1Settings(Glm4MoeLiteSettings, kw_only=True):
         return replace(whole, unused=(*whole.unused, *norms))
 
 
+class AxK2Settings(DeepseekV32Settings, kw_only=True):
+    """DeepSeek V3.2 with gated heads and gated norms. Queries come from their vector before its norm, too."""
+
+    models: ClassVar[str] = "A.X K2 Light"
+    vocab_size: Count = 163_840
+    hidden_size: Count = 2048
+    intermediate_size: Count = 5120
+    num_hidden_layers: Count = 48
+    num_attention_heads: Count = 32
+    max_position_embeddings: Count = 131_072
+    eos_token_id: int | list[int] | None = 163_691
+    moe_intermediate_size: Count = 512
+    n_routed_experts: Count = 128
+    kv_lora_rank: Count = 128
+    q_lora_rank: Count | None = 384
+    qk_nope_head_dim: Count = 64
+    qk_rope_head_dim: Count = 32
+    v_head_dim: Count = 64
+    n_group: Count | None = None  # type: ignore[assignment]  # experts are in no groups
+    topk_group: Count | None = None  # type: ignore[assignment]  # as well
+    first_k_dense_replace: int = 1
+    index_n_heads: Count = 16
+    gated_norm_rank: Count = 16
+
+    def __post_init__(self) -> None:
+        self.n_group, self.topk_group = self.n_group or 1, self.topk_group or 1
+
+    def check(self) -> None:
+        super().check()
+        if (self.n_group or 1) > 1:
+            # Experts of other groups have the score 0, by which they are better than some of the chosen groups'.
+            raise ModelError("n_group of an A.X K2, experts that are chosen from groups, is not supported")
+
+    def attention(self, index: int) -> AttentionRecipe:
+        part = super().attention(index)
+        assert part.latent is not None
+        return replace(part, latent=replace(part.latent, query_pair=True), gate=GateRecipe())
+
+    def layer(self, index: int) -> LayerRecipe:
+        layer, gated_norm = super().layer(index), replace(self.norm(), gate_rank=self.gated_norm_rank)
+        return replace(layer, norm=gated_norm, other_norm=self.norm() if self.kinds()[index] == DENSE else None)
+
+    def recipe(self) -> ModelRecipe:
+        return replace(super().recipe(), draft=None)
+
+
 class Mistral4Settings(LatentSettings, kw_only=True):
     """Mistral 4: experts are chosen by softmax, and queries grow with their positions."""
 

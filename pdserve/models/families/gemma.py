@@ -459,7 +459,7 @@ class MuseGlimmerTextSettings(FamilySettings, kw_only=True):
         return replace(
             super().layer(index),
             norm=before,
-            norm_behind=replace(before, eps=self.post_norm_eps),
+            other_norm=replace(before, eps=self.post_norm_eps),
             norms=FOUR_NORMS,
             order=NormOrder.SANDWICH,
         )

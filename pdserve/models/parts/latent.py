@@ -63,14 +63,14 @@ class LatentAttention:
             down = Projection(prefix + latent.query_down, latent.query_rank, ALL, latent.query_down in recipe.biased)
             self._inner = _side_by_side(building, config.hidden_size, down, key)
             self._query_norm = load_norm(building, latent.norm, prefix + latent.query_norm, latent.query_rank)
-            self._query_up = column_parallel(building, latent.query_rank, [query])
+            self._query_up = column_parallel(building, latent.query_rank * (2 if latent.query_pair else 1), [query])
         else:
             self._inner = _side_by_side(building, config.hidden_size, query, key)
         self._norm = load_norm(building, latent.norm, prefix + latent.key_norm, latent.rank)
         self._to_latent, self._to_key, self._to_value = _products(config, building, recipe, prefix, heads)
         self._gate, self._gates = recipe.gate, None
-        if recipe.gate is not None:
-            assert recipe.gate.name and recipe.gate.one, "heads of latents have one gate each, by a projection"
+        if recipe.gate is not None and recipe.gate.name:
+            assert recipe.gate.one, "a projection gives heads of latents one gate each"
             gates = Projection(prefix + recipe.gate.name, config.heads, heads)
             self._gates = column_parallel(building, config.hidden_size, [gates])
         whole = (config.hidden_size, config.heads * latent.value)
@@ -86,12 +86,12 @@ class LatentAttention:
         down = query
         if self._query_norm is not None and self._query_up is not None:
             down = self._query_norm(query.contiguous())
-            query = self._query_up(down)
+            query = self._query_up(torch.cat((down, query), -1) if sizes.query_pair else down)
         if sizes.query_scale != 1.0:
             query = query * sizes.query_scale
-        plain, turned = torch.split(
-            query.reshape(tokens, heads, sizes.plain + sizes.turned), [sizes.plain, sizes.turned], -1
-        )
+        query = query.reshape(tokens, heads, -1)
+        of_head = [sizes.plain, sizes.turned, query.shape[-1] - sizes.plain - sizes.turned]
+        plain, turned, gates = torch.split(query, of_head, -1)
         rotated = self._kernels.rotary(torch.cat((turned, shared.unsqueeze(1)), 1), tables.cos, tables.sin)
         turned = rotated[:, :heads]
         if tables.query_scale is not None:
@@ -119,8 +119,9 @@ class LatentAttention:
                 own, some = step.chosen, None if index is None else index.of(step.chosen)
                 alone = LatentStep(None, sparse=step.sparse)
                 values[own] = self._direct(plain[own], turned[own], key[:, own], alone, some)
-        if self._gate is not None and self._gates is not None:
-            values = gate_heads(self._kernels, self._gates(x), values, self._gate.activation)
+        if self._gate is not None:
+            given = gates.reshape(tokens, -1) if self._gates is None else self._gates(x)
+            values = gate_heads(self._kernels, given, values, self._gate.activation)
         return self._out(values.reshape(tokens, -1))
 
     def _direct(
@@ -185,11 +186,13 @@ def _key(recipe: AttentionRecipe, prefix: str, turned: tuple[int, ...]) -> Proje
 def _query(
     config: FamilyConfig, recipe: AttentionRecipe, prefix: str, heads: slice, turned: tuple[int, ...]
 ) -> Projection:
-    """Returns the projection to this rank's queries."""
+    """Returns the projection to this rank's queries, each with its head's gates behind it if they come from it."""
     latent = recipe.latent
     assert latent is not None
     size = latent.plain + latent.turned
     each = (*range(latent.plain), *(latent.plain + channel for channel in turned))
+    if recipe.gate is not None and not recipe.gate.name:
+        each, size = (*each, *range(size, size + latent.value)), size + latent.value
     rows = tuple(head * size + channel for head in range(heads.start, heads.stop) for channel in each)
     return Projection(prefix + recipe.query, config.heads * size, rows, recipe.query in recipe.biased)
 

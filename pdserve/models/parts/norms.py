@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -10,7 +11,8 @@ import torch.nn.functional as F
 from pdserve.models.parts.projections import Building
 from pdserve.models.recipe import Norm, NormKind
 from pdserve.models.tp.shares import TpGroup
-from pdserve_kernels.contract import Kernels
+from pdserve_kernels.contract import Kernels, Linear
+from pdserve_kernels.feed_forward import Activation
 
 
 class LoadedNorm(Protocol):
@@ -25,6 +27,11 @@ class LoadedNorm(Protocol):
 def load_norm(building: Building, norm: Norm, name: str, width: int) -> LoadedNorm:
     """Takes the tensors of the norm ``name`` over ``width`` channels."""
     checkpoint = building.checkpoint
+    if norm.gate_rank:
+        down = building.linear(building.weight(f"{name}.W_down.weight", (norm.gate_rank, width)))
+        up = building.linear(building.weight(f"{name}.W_up.weight", (width, norm.gate_rank)))
+        own = load_norm(building, replace(norm, gate_rank=0), f"{name}.norm", width)
+        return GatedNorm(building.kernels, own, down, up)
     weight = None
     if norm.weighted:
         weight = checkpoint.take(f"{name}.weight", (width,))
@@ -48,6 +55,28 @@ class RmsNorm:
 
     def of_sum(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return self._kernels.add_rms_norm(x, residual, self._weight, self._eps)
+
+
+@dataclass(frozen=True, slots=True)
+class GatedNorm:
+    """Satisfies ``LoadedNorm``: another norm, whose output has a gate that it gives itself."""
+
+    kernels: Kernels
+    norm: LoadedNorm
+    down: Linear
+    up: Linear
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self._gated(self.norm(x))
+
+    def of_sum(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        normed, total = self.norm.of_sum(x, residual)
+        return self._gated(normed), total
+
+    def _gated(self, normed: torch.Tensor) -> torch.Tensor:
+        inner = self.kernels.activated(self.down(normed), Activation.SILU, gated=False)
+        gates = self.kernels.activated(self.up(inner).float(), Activation.SIGMOID, gated=False)
+        return (normed * gates).to(normed.dtype)
 
 
 class LayerNorm:
