@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -74,7 +73,7 @@ class Experts:
         for number in set(range(with_weights)).difference(own):
             _leave(hidden_size, building, _numbered(expert, number), prefix)
         for number in range(with_weights, recipe.count):
-            _leave_inner(hidden_size, building, _numbered(expert, number), prefix, only=checkpoint.has)
+            _leave_unused(hidden_size, building, _numbered(expert, number), prefix)
         weights = (_expert(hidden_size, building, _numbered(expert, i), prefix, mine) for i in own)
         self._experts = building.kernels.experts(form, weights)
         self._shared = None if recipe.shared is None else Mlp(hidden_size, building, recipe.shared, prefix)
@@ -186,20 +185,20 @@ def _expert(hidden_size: int, building: Building, recipe: MlpRecipe, prefix: str
     return ExpertWeights(tuple(weights), down, torch.cat(biases) if biases else None, own)
 
 
-def _leave_inner(
-    hidden_size: int, building: Building, recipe: MlpRecipe, prefix: str, only: Callable[[str], bool] = bool
-) -> None:
-    """Leaves the tensors before an expert's activation, of which ``only`` says by their names whether they count."""
+def _leave_unused(hidden_size: int, building: Building, recipe: MlpRecipe, prefix: str) -> None:
+    """Leaves the gates and ups that a file has under the number of an expert that has no weights."""
     for part in inner_projections(recipe, prefix, slice(0, recipe.channels)):
-        if only(f"{part.name}.weight"):
+        if building.checkpoint.has(f"{part.name}.weight"):
             building.checkpoint.leave(f"{part.name}.weight", (part.outputs, hidden_size), transposed=part.transposed)
-        if part.biased:
-            building.checkpoint.leave(f"{part.name}.bias", (part.outputs,))
 
 
 def _leave(hidden_size: int, building: Building, recipe: MlpRecipe, prefix: str) -> None:
     """Leaves an expert's tensors to the rank that has it."""
-    _leave_inner(hidden_size, building, recipe, prefix)
+    whole = slice(0, recipe.channels)
+    for part in inner_projections(recipe, prefix, whole):
+        building.checkpoint.leave(f"{part.name}.weight", (part.outputs, hidden_size), transposed=part.transposed)
+        if part.biased:
+            building.checkpoint.leave(f"{part.name}.bias", (part.outputs,))
     shape = (hidden_size, recipe.channels)
     building.checkpoint.leave(f"{prefix}{recipe.down}.weight", shape, transposed=recipe.transposed)
     if recipe.down in recipe.biased:
