@@ -290,6 +290,7 @@ COMPOSITES: dict[str, Composite] = {
     "lfm2_vl": Composite("lfm2", tied=True),
     "lfm3_vl": Composite("lfm3", tied=True),
     "exaone4_5": Composite("exaone4", tied=False),
+    "hyperclovax_vision_v2": Composite("hyperclovax", tied=True),
     "minicpmv4_6": Composite("qwen3_5_text", tied=False),
     "minicpmv4_7": Composite("qwen3_5_text", tied=False),
     "step3p7": Composite("step3p5"),

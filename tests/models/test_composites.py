@@ -117,6 +117,11 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         HEADS | {"model_type": "exaone4", "sliding_window": WINDOW},
         {"hidden_size": 16, "out_hidden_size": 60, "depth": 1, "num_heads": 2, "intermediate_size": 16},
     ),
+    "hyperclovax-vision": (
+        "hyperclovax_vision_v2",
+        SHAPE | {"model_type": "hyperclovax", "residual_multiplier": 0.7, "logits_scaling": 0.5},
+        {"model_type": "qwen2_5_vl_vision"} | QWEN_VISION,
+    ),
     "minicpmv4-6": ("minicpmv4_6", DELTA | {"rope_parameters": DELTA_SECTIONS}, VISION),
     "minicpmv4-7": ("minicpmv4_7", DELTA | {"rope_parameters": DELTA_SECTIONS}, VISION),
     "step3p7": (
@@ -235,6 +240,19 @@ def test_the_part_is_found_by_each_name_that_files_have(tmp_path: Path, case: st
     save_file(twice, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ModelError, match=r"has tensor 'model\.norm\.weight' twice"):
         small_runner(folder)
+
+
+def test_the_part_may_be_whole_within_the_whole(tmp_path: Path) -> None:
+    folder = save("hyperclovax-vision", tmp_path, tie_word_embeddings=False)
+    wanted = reference(folder)
+    assert_logits(folder, wanted)
+    file = folder / "model.safetensors"
+    layers = r"^model\.language_model\.(layers|norm|embed_tokens)\."
+    renamed = {re.sub(layers, r"model.language_model.model.\1.", name): each for name, each in load_file(file).items()}
+    assert "model.language_model.model.norm.weight" in renamed
+    assert "model.language_model.lm_head.weight" in renamed
+    save_file(renamed, file, metadata={"format": "pt"})
+    assert_logits(folder, wanted)
 
 
 def plain(name: str) -> str:

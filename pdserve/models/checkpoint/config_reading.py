@@ -29,6 +29,8 @@ RENAMED = (
     ("model.language_model.", "model."),
     ("language_model.", ""),
     ("model.text_model.", "model."),
+    ("model.model.", "model."),
+    ("model.lm_head.", "lm_head."),
 )
 """See ``ModelRecipe.renamed``."""
 _PARTS = (
@@ -44,7 +46,7 @@ _PARTS = (
         "vit_large_projector.",
     ),
     *("audio_tower.", "embed_vision.", "embed_audio."),
-    *("vision_embedder.", "vision_adapter.", "vision_projection."),
+    *("vision_embedder.", "vision_adapter.", "vision_projection.", "vision_projector."),
 )
 UNUSED = (*_PARTS, *(f"model.{part}" for part in _PARTS), "talker.", "token2wav.")
 """See ``ModelRecipe.unused``."""
