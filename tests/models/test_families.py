@@ -77,6 +77,7 @@ ANSWER = 16
 IN_AN_ENGINE = (
     "cohere2",
     "deepseek-v3",
+    "deepseek-v4",
     "falcon-h1",
     "gemma4-shared",
     "gpt-oss",
@@ -214,6 +215,7 @@ def test_every_family_has_a_case() -> None:
 RANKED = (
     "apertus",
     "cohere-normed",
+    "deepseek-v4",
     "falcon-groups",
     "falcon-h1",
     "gemma2",
