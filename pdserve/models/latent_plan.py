@@ -603,43 +603,49 @@ class EntryMaking:
         at = [position for row in rows for position in range(row.context_len - row.new_tokens, row.context_len)]
         # The tokens of one entry in one run, those with the most first.
         spans = sorted(_spans_of(every, at, runs), key=lambda span: span.first - span.end)
+        self._plan_spans(every, at, spans, runs)
+        self._plan_kept(every, at, spans, runs)
+        ended = [np.arange((row.context_len - row.new_tokens) // every, row.context_len // every) for row in rows]
+        slots = [_entry_slots(row, numbers, every, block_size) for row, numbers in zip(rows, ended, strict=True)]
+        self.slots = _moved([blocks for blocks, _ in slots], [places for _, places in slots], device)
+        """Where the entries that become complete are stored, in the order of their last tokens."""
+        self.positions = self._long((np.concatenate(ended) * every).tolist())
+        """The positions of their first tokens."""
+
+    def _plan_spans(self, every: int, at: Sequence[int], spans: Sequence[_Span], runs: RunNumbers) -> None:
+        """Plans what the sums of spans begin with, and their tokens. Tokens have the positions ``at``."""
         counts = [span.end - span.first for span in spans]
         self._active = [sum(count > step for count in counts) for step in range(counts[0])]
         """How many spans have a token in each step."""
+        self._first = self._long([span.first for span in spans])
+        self._place = self._long([at[span.first] % every for span in spans])
         begun = [number for number, span in enumerate(spans) if span.begins]
+        self._begun = self._long(begun)
+        self._sources = self._long([runs.sources[spans[number].run] for number in begun])
         others = [number for number, span in enumerate(spans) if not span.begins]
         before = {span.end: number for number, span in enumerate(spans)}
+        self._others = self._long(others)
+        self._before = self._long([before[spans[number].first] for number in others])
         done = [number for number, span in enumerate(spans) if (at[span.end - 1] + 1) % every == 0]
+        self._done = self._long(sorted(done, key=lambda number: spans[number].end))
+
+    def _plan_kept(self, every: int, at: Sequence[int], spans: Sequence[_Span], runs: RunNumbers) -> None:
+        """Plans which states stay: those behind the last tokens of runs, and some before."""
         kept = [(token, block) for token, block in enumerate(runs.kept) if block >= 0]
         kept += [(end - 1, block) for end, block in zip(runs.starts[1:], runs.destinations, strict=True)]
+        self._blocks = self._long([block for _, block in kept])
+        self._complete = self._long([place for place, (token, _) in enumerate(kept) if (at[token] + 1) % every == 0])
+        """The places of those behind the last token of an entry."""
         of_token = {token: number for number, span in enumerate(spans) for token in range(span.first, span.end)}
-        self._kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        """By the step: the spans whose state stays behind it, and the places of these states among all that do."""
         by_step: dict[int, list[tuple[int, int]]] = {}
-        for number, (token, _) in enumerate(kept):
-            by_step.setdefault(token - spans[of_token[token]].first, []).append((of_token[token], number))
-        for step, pairs in by_step.items():
-            self._kept[step] = self._long([one for one, _ in pairs]), self._long([two for _, two in pairs])
-        complete = [number for number, (token, _) in enumerate(kept) if (at[token] + 1) % every == 0]
-        self._first, self._place = (
-            self._long([span.first for span in spans]),
-            self._long([at[span.first] % every for span in spans]),
-        )
-        self._begun, self._others, self._done = self._long(begun), self._long(others), self._long(done)
-        self._sources = self._long([runs.sources[spans[number].run] for number in begun])
-        self._before = self._long([before[spans[number].first] for number in others])
-        self._blocks, self._complete = self._long([block for _, block in kept]), self._long(complete)
-        self._num_kept = len(kept)
-        row_of = [row for row in rows for _ in range(row.new_tokens)]
-        slots = [
-            _entry_slots(row_of[spans[number].end - 1], np.array([at[spans[number].first] // every]), every, block_size)
-            for number in done
-        ]
-        none = np.empty(0, np.int32)
-        self.slots = _moved([none, *(blocks for blocks, _ in slots)], [none, *(places for _, places in slots)], device)
-        """Where the entries that become complete are stored."""
-        self.positions = self._long([at[spans[number].first] // every * every for number in done])
-        """The positions of their first tokens."""
+        for place, (token, _) in enumerate(kept):
+            number = of_token[token]
+            by_step.setdefault(token - spans[number].first, []).append((number, place))
+        self._kept = {
+            step: (self._long([number for number, _ in pairs]), self._long([place for _, place in pairs]))
+            for step, pairs in by_step.items()
+        }
+        """By the step: the spans whose sums stay behind it, and the places of their states."""
 
     def __call__(
         self, value: torch.Tensor, gate: torch.Tensor, bias: torch.Tensor, states: torch.Tensor
@@ -654,7 +660,7 @@ class EntryMaking:
         unknown = (self._sources < 0).view(-1, 1, 1, 1)
         source = whole[self._sources.clamp(min=0)].masked_fill(unknown, 0.0)
         source[:, :, 0].masked_fill_(unknown.squeeze(1), EMPTY)
-        kept = value.new_empty(self._num_kept, parts, 2, channels)
+        kept = value.new_empty(len(self._blocks), parts, 2, channels)
         sums = before = value.new_empty(0)
         for part in range(parts):
             sums = value.new_zeros(len(self._first), 2, channels)

@@ -49,13 +49,6 @@ def making(every: int, cuts: list[int], sources: list[int], kept: list[int] | No
     return EntryMaking(KERNELS, every, rows, 4, runs, torch.device("cpu"))
 
 
-def made(
-    entries: EntryMaking, value: torch.Tensor, gate: torch.Tensor, bias: torch.Tensor, states: torch.Tensor
-) -> torch.Tensor:
-    """Returns entries in their order."""
-    return entries(value, gate, bias, states)[entries.positions.argsort()]
-
-
 @pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize("every", [1, 3, 4, 7])
 def test_entries_are_weighed_sums_wherever_a_context_is_cut(every: int, parts: int) -> None:
@@ -64,7 +57,7 @@ def test_entries_are_weighed_sums_wherever_a_context_is_cut(every: int, parts: i
     value, gate = torch.randn(tokens, parts, channels), 4 * torch.randn(tokens, parts, channels)
     bias = torch.randn(every, parts, channels)
     states = torch.full((9, 1, 2 * parts * channels), torch.nan)
-    whole = made(making(every, [0, tokens], [-1]), value, gate, bias, states)
+    whole = making(every, [0, tokens], [-1])(value, gate, bias, states)
     for entry, found in enumerate(whole):
         own = slice(entry * every, (entry + 1) * every)
         weights, values = [gate[own, -1] + bias[:, -1]], [value[own, -1]]
@@ -77,8 +70,8 @@ def test_entries_are_weighed_sums_wherever_a_context_is_cut(every: int, parts: i
     assert len(whole) == tokens // every
     last = states[0].clone()
     for cut in range(1, tokens):
-        first = made(making(every, [0, cut], [-1]), value[:cut], gate[:cut], bias, states)
-        second = made(making(every, [cut, tokens], [0]), value[cut:], gate[cut:], bias, states)
+        first = making(every, [0, cut], [-1])(value[:cut], gate[:cut], bias, states)
+        second = making(every, [cut, tokens], [0])(value[cut:], gate[cut:], bias, states)
         assert torch.equal(torch.cat((first, second)), whole)
         assert torch.equal(states[0], last)
 
