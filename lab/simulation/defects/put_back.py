@@ -196,7 +196,7 @@ PUT_BACK = (
     ),
     Mutant(
         "the first byte is that of the node that was busy",
-        105,
+        163,
         f"{RELAY}.relay",
         "take_complete",
         "if body and response.status not in REFUSALS:",
