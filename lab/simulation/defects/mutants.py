@@ -365,7 +365,7 @@ RARE = (
     ),
     Mutant(
         "a generated token counts twice",
-        10,
+        70,
         "pdserve.engine.scheduling.scheduler.Scheduler",
         "accept_token",
         "self.counters.generated_tokens += 1",
@@ -373,7 +373,7 @@ RARE = (
     ),
     Mutant(
         "a fetched prompt counts where it was computed, too",
-        10,
+        70,
         "pdserve.engine.scheduling.scheduler.Scheduler",
         "_count_prompt",
         "request.serves_push or ",
