@@ -228,10 +228,11 @@ def test_answers_go_on_at_another_node(
         break_node(failing.cluster.decode[victim], how)
         for client in clients.values():
             client.answer().like(unbroken[client.name])
-        resumed |= {name for name, client in clients.items() if client.label in failing.resumed()}
+        resumed |= {client.label for client in clients.values()} & failing.resumed()
+        assert clients["again"].label not in resumed
         failing.replace(failing.cluster.decode[victim])
-    assert len(resumed) > len(clients) * len(victims) / 4
-    assert "again" not in resumed
+    # Half of them are at the node that breaks. Those whose clients have nothing yet, and no journal, begin again.
+    assert len(resumed) > len(clients) * len(victims) / 6
     failing.cluster.until_idle()
 
 
