@@ -1,8 +1,9 @@
-"""A relay in front of a server, which cuts connections in the middle of what the server sends."""
+"""A relay in front of a server, which cuts connections in the middle of the events that the server sends."""
 
 from __future__ import annotations
 
 import socket
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -11,6 +12,10 @@ from urllib.parse import urlsplit
 
 CHUNK = 65_536
 TIMEOUT_S = 60.0
+_EVENT_END = b"\n\n"
+_NO_END = sys.maxsize
+_PART = 25
+"""The bytes that the client gets of the event that is cut: less than any has."""
 
 
 @dataclass
@@ -22,14 +27,14 @@ class CuttingRelay:
 
 
 @contextmanager
-def cutting_relay(url: str, cut_after: Sequence[int]) -> Iterator[CuttingRelay]:
-    """Relays to the server at ``url``. Connection i is cut after ``cut_after[i]`` bytes, later ones are not."""
+def cutting_relay(url: str, cut_behind: Sequence[int]) -> Iterator[CuttingRelay]:
+    """Relays to the server at ``url``. Connection i is cut behind ``cut_behind[i]`` events, later ones are not."""
     target = urlsplit(url)
     listener = socket.create_server(("127.0.0.1", 0))
     relay = CuttingRelay(f"http://127.0.0.1:{listener.getsockname()[1]}")
 
     def serve() -> None:
-        for index in range(len(cut_after) + 1):
+        for events in (*cut_behind, None):
             try:
                 client, _ = listener.accept()
             except OSError:  # The block has ended, and closed the listener.
@@ -38,13 +43,14 @@ def cutting_relay(url: str, cut_after: Sequence[int]) -> Iterator[CuttingRelay]:
                 client.settimeout(TIMEOUT_S)
                 relay.requests.append(request := _request(client))
                 server.sendall(request)
-                left = cut_after[index] if index < len(cut_after) else None
-                while piece := server.recv(CHUNK if left is None else min(CHUNK, left)):
-                    client.sendall(piece)
-                    if left is not None:
-                        left -= len(piece)
-                        if left == 0:
-                            break
+                received, sent, end = b"", 0, _NO_END
+                while sent != end and (piece := server.recv(CHUNK)):
+                    received += piece
+                    if events is not None and received.count(_EVENT_END) >= events:
+                        *whole, _ = received.split(_EVENT_END, events)
+                        end = sum(len(event + _EVENT_END) for event in whole) + _PART
+                    client.sendall(received[sent:end])
+                    sent = len(received[:end])
 
     thread = threading.Thread(target=serve, daemon=True)
     thread.start()
