@@ -40,15 +40,23 @@ def received(hosts: Hosts) -> float:
 
 def before_the_state(hosts: Hosts, seed: int) -> int:
     """Returns the bytes that pass before the second third of a state is sent: what most of it comes behind."""
-    path, passed = to_decode(hosts), 0
-    # The first request may bring a handshake along.
-    for _ in range(2):
-        hosts.cluster.until_idle()
-        landed, passed = received(hosts), path.passed
-        hosts.ask(seed)
-        passed = path.passed - passed
-        eventually(partial(has_received, hosts, landed + WHOLE_BYTES + STATE_BYTES), "blocks and a state have landed")
+    # The first one may bring a handshake along. Behind a cut, prompts are computed here until that is answered.
+    eventually(partial(has_come, hosts, seed), "a prompt comes from the prefill node")
+    path, landed = to_decode(hosts), received(hosts)
+    passed = path.passed
+    hosts.ask(seed)
+    passed = path.passed - passed
+    eventually(partial(has_received, hosts, landed + WHOLE_BYTES + STATE_BYTES), "blocks and a state have landed")
     return passed - STATE_BYTES * 2 // 3
+
+
+def has_come(hosts: Hosts, seed: int) -> bool:
+    """Asks, and returns whether the prompt came from the prefill node."""
+    hosts.cluster.until_idle()
+    before = received(hosts)
+    hosts.ask(seed)
+    hosts.cluster.until_idle()
+    return has_received(hosts, before + WHOLE_BYTES + STATE_BYTES)
 
 
 def has_received(hosts: Hosts, size: float) -> bool:
