@@ -66,6 +66,7 @@ from pdserve_kernels.feed_forward import Activation
 from pdserve_kernels.kv_layout import KvLayout
 from tests.engine.live_bytes import LiveBytes
 from tests.models.tiny_families import CASES, save_tiny
+from tests.nightly import nightly
 from tests.tiny_models import save_tiny_model
 
 META = torch.device("meta")
@@ -437,7 +438,7 @@ def of_one_vector(config: FamilyConfig) -> FamilyConfig:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("spread", [False, True])
+@pytest.mark.parametrize("spread", [False, nightly(True)])
 def test_a_step_with_entries_takes_no_more_than_is_counted(tmp_path: Path, ranks: int, spread: bool) -> None:
     """A long prompt, or one and many answers beside each other."""
     saved = read_family_config(save_tiny("deepseek-v4", tmp_path))
