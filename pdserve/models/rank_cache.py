@@ -330,6 +330,7 @@ def state_runs(
 
 
 def on_device(runs: RunNumbers, device: torch.device) -> StateRuns:
+    """Returns the same runs with their numbers on the device."""
     starts, sources, destinations, kept = to_device([runs.starts, runs.sources, runs.destinations, runs.kept], device)
     return StateRuns(starts, sources, destinations, runs.single, kept if runs.kept else None)
 

@@ -815,9 +815,9 @@ class StreamsRecipe:
     mix: str = "hc_attn"
     """What the names of the tensors begin with, within the layer: for the part that mixes tokens."""
     feed: str = "hc_ffn"
-    """For the feed-forward part."""
+    """What they begin with for the feed-forward part."""
     head: str = "model.hc_head.hc"
-    """For the sum behind the last layer, within the model."""
+    """What those of the sum behind the last layer begin with, within the model."""
 
 
 @dataclass(frozen=True, slots=True)

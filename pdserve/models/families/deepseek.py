@@ -18,6 +18,7 @@ from pdserve.models.families.settings import (
     Count,
     FamilySettings,
     RotarySettings,
+    check_layer_types,
     draft_layer,
     gated,
     gated_expert,
@@ -697,11 +698,7 @@ class KimiLinearSettings(LatentSettings, kw_only=True):
     def check(self) -> None:
         super().check()
         check_kinds(self.kinds(), self.num_hidden_layers)
-        layers = self.layers()
-        if len(layers) != self.num_hidden_layers or not set(layers) <= {FULL, LINEAR}:
-            raise ModelError(
-                f"layer_types must be one of {FULL!r} and {LINEAR!r} for each of {self.num_hidden_layers} layers"
-            )
+        check_layer_types(self.layers(), self.num_hidden_layers, FULL, LINEAR)
         for name, known in KIMI_CONSTANTS.items():
             given = getattr(self, name)
             if given != known:
@@ -980,13 +977,8 @@ class DeepseekV4Settings(FamilySettings, kw_only=True):
     def check(self) -> None:
         super().check()
         count = self.num_hidden_layers
-        if len(self.layers()) != count or not set(self.layers()) <= {SLIDING, SPARSE_ENTRIES, FEW_ENTRIES}:
-            raise ModelError(
-                f"layer_types must be one of {SLIDING!r}, {SPARSE_ENTRIES!r} and {FEW_ENTRIES!r} for each of {count} "
-                "layers"
-            )
-        if len(self.kinds()) != count or not set(self.kinds()) <= {BY_TOKEN, ROUTED}:
-            raise ModelError(f"mlp_layer_types must be {BY_TOKEN!r} or {ROUTED!r} for each of the layers")
+        check_layer_types(self.layers(), count, SLIDING, SPARSE_ENTRIES, FEW_ENTRIES)
+        check_kinds(self.kinds(), count, BY_TOKEN, ROUTED)
         known = {"scoring_func": "sqrtsoftplus", "norm_topk_prob": True, "swiglu_limit": LIMITED_AT}
         for name, value in known.items():
             if (given := getattr(self, name)) != value:
@@ -1002,10 +994,8 @@ class DeepseekV4Settings(FamilySettings, kw_only=True):
                     f"partial_rotary_factor {kind.partial_rotary_factor} of rope_parameters turns other channels than "
                     f"{turned}"
                 )
-        if self.index_head_dim < (self.turned_channels() or 0):
-            raise ModelError(
-                f"an indexer with heads of {self.index_head_dim} channels cannot turn {self.turned_channels()} of them"
-            )
+        if self.index_head_dim < (turned or 0):
+            raise ModelError(f"an indexer with heads of {self.index_head_dim} channels cannot turn {turned} of them")
 
     def kv_heads(self) -> int:
         return 1
@@ -1127,7 +1117,7 @@ def first_dense(dense: int, layers: int) -> list[str]:
     return [DENSE if index < dense else SPARSE for index in range(layers)]
 
 
-def check_kinds(kinds: Sequence[str], layers: int) -> None:
-    """Raises ModelError unless each layer's feed-forward part is one, or of experts."""
-    if len(kinds) != layers or not set(kinds) <= {DENSE, SPARSE}:
-        raise ModelError(f"mlp_layer_types must be {DENSE!r} or {SPARSE!r} for each of the layers")
+def check_kinds(kinds: Sequence[str], layers: int, one: str = DENSE, other: str = SPARSE) -> None:
+    """Raises ModelError unless each layer's feed-forward part is of the ``one`` kind or the ``other``."""
+    if len(kinds) != layers or not set(kinds) <= {one, other}:
+        raise ModelError(f"mlp_layer_types must be {one!r} or {other!r} for each of the layers")

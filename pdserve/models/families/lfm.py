@@ -15,6 +15,7 @@ from pdserve.models.families.settings import (
     Count,
     FamilySettings,
     RotarySettings,
+    check_layer_types,
     rotary_of,
     windows_of,
 )
@@ -80,10 +81,7 @@ class Lfm2Settings(LfmSettings, kw_only=True):
 
     def check(self) -> None:
         super().check()
-        if len(self.kinds()) != self.num_hidden_layers or not set(self.kinds()) <= {FULL, CONV}:
-            raise ModelError(
-                f"layer_types must be one of {FULL!r} and {CONV!r} for each of {self.num_hidden_layers} layers"
-            )
+        check_layer_types(self.kinds(), self.num_hidden_layers, FULL, CONV)
 
     def kinds(self) -> list[str]:
         """Returns the kind of each layer."""

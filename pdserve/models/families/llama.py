@@ -22,6 +22,7 @@ from pdserve.models.families.settings import (
     FamilySettings,
     RotarySettings,
     check_experts,
+    check_layer_types,
     gated,
     gated_expert,
     growing,
@@ -507,9 +508,7 @@ class MiniMaxSettings(MixtralSettings, kw_only=True):
     def check(self) -> None:
         super().check()
         check_experts(self.num_experts_per_tok, self.num_local_experts)
-        layers = self.num_hidden_layers
-        if len(self.kinds()) != layers or not set(self.kinds()) <= {FULL, LINEAR}:
-            raise ModelError(f"layer_types must be one of {FULL!r} and {LINEAR!r} for each of {layers} layers")
+        check_layer_types(self.kinds(), self.num_hidden_layers, FULL, LINEAR)
 
     def kinds(self) -> list[str]:
         """Returns the kind of each layer."""
@@ -633,8 +632,7 @@ class Llama4Settings(FamilySettings, kw_only=True):
         layers, size = self.num_hidden_layers, self.attention_chunk_size
         usual = [CHUNKED if self.turns(i) and size is not None else FULL for i in range(layers)]
         kinds = usual if self.layer_types is None else self.layer_types
-        if len(kinds) != layers or not set(kinds) <= {FULL, CHUNKED}:
-            raise ModelError(f"layer_types must be one of {FULL!r} and {CHUNKED!r} for each of {layers} layers")
+        check_layer_types(kinds, layers, FULL, CHUNKED)
         if size is None and CHUNKED in kinds:
             raise ModelError(f"there are layers with {CHUNKED!r}, but no attention_chunk_size")
         return tuple(size if kind == CHUNKED else None for kind in kinds)

@@ -9,7 +9,7 @@ import msgspec
 
 from pdserve.errors import ModelError
 from pdserve.models.families.llama import GraniteMoeSettings
-from pdserve.models.families.settings import FULL, Count, FamilySettings, check_experts, gated
+from pdserve.models.families.settings import FULL, Count, FamilySettings, check_experts, check_layer_types, gated
 from pdserve.models.recipe import (
     AttentionRecipe,
     ExpertsRecipe,
@@ -40,8 +40,7 @@ def check_steps(limit: list[object] | None) -> None:
 def kinds_of(given: list[str], layers: int, known: frozenset[str]) -> list[str]:
     """Returns the kind of each layer. Raises ModelError if one is unknown, or there are not as many as ``layers``."""
     kinds = [OLDER.get(kind, kind) for kind in given]
-    if len(kinds) != layers or not set(kinds) <= known:
-        raise ModelError(f"layer_types must be one of {sorted(known)} for each of {layers} layers")
+    check_layer_types(kinds, layers, *sorted(known))
     return kinds
 
 

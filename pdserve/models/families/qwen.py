@@ -20,6 +20,7 @@ from pdserve.models.families.settings import (
     Count,
     FamilySettings,
     check_experts,
+    check_layer_types,
     gated,
     gated_expert,
     in_one_tensor,
@@ -272,9 +273,7 @@ class DeltaNetSettings(FamilySettings, kw_only=True):
                 f"{self.linear_num_value_heads} value heads (linear_num_value_heads) cannot be spread evenly over "
                 f"{self.linear_num_key_heads} key heads"
             )
-        if len(self.kinds()) != self.num_hidden_layers or not set(self.kinds()) <= set(self.layer_kinds):
-            known = " and ".join(map(repr, self.layer_kinds))
-            raise ModelError(f"layer_types must be one of {known} for each of {self.num_hidden_layers} layers")
+        check_layer_types(self.kinds(), self.num_hidden_layers, *self.layer_kinds)
 
     def kinds(self) -> list[str]:
         """Returns the kind of each layer."""

@@ -105,6 +105,12 @@ def gated(prefix: str, channels: int, *, biased: bool = False) -> MlpRecipe:
     return MlpRecipe(channels, gate=gate, up=up, down=down, biased=biases)
 
 
+def check_layer_types(kinds: Sequence[str], layers: int, *known: str) -> None:
+    """Raises ModelError unless ``kinds``, those of ``layer_types``, are one of ``known`` for each of ``layers``."""
+    if len(kinds) != layers or not set(kinds) <= set(known):
+        raise ModelError(f"layer_types must be one of {' and '.join(map(repr, known))} for each of {layers} layers")
+
+
 def gated_expert(channels: int) -> MlpRecipe:
     """Returns an expert with the usual names."""
     return gated("mlp.experts.{}", channels)
@@ -326,8 +332,7 @@ def windows_of(
     Raises ModelError if the kinds are unknown, or not as many as ``layers``, or if a kind lacks its window.
     """
     kinds = usual if given is None else given
-    if len(kinds) != layers or not set(kinds) <= {FULL, SLIDING}:
-        raise ModelError(f"layer_types must be one of {FULL!r} and {SLIDING!r} for each of {layers} layers")
+    check_layer_types(kinds, layers, FULL, SLIDING)
     if window is None and SLIDING in kinds:
         raise ModelError(f"there are layers with {SLIDING!r}, but no sliding_window")
     return tuple(window if kind == SLIDING else None for kind in kinds)
