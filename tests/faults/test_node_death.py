@@ -152,8 +152,10 @@ def test_prefill_node_killed_while_prefilling(broken: Broken, victims: Cluster, 
     # Without a prefill node, answers are slower but correct.
     broken.until_known()
     assert victims.complete(PROMPT, NEW_TOKENS, ignore_eos=True) == expected
-    # A new prefill node is used at once. It shows every series with which others count failures.
-    assert counted(broken.start("prefill")) == counted(decode)
+    # A new prefill node is used at once. It shows every series with which others count failures, some of them as soon
+    # as its engine has said what it counts.
+    new = broken.start("prefill")
+    eventually(lambda: counted(new) == counted(decode), "it shows every series")
     broken.until_known()
     assert victims.complete(PROMPT, NEW_TOKENS, ignore_eos=True) == expected
     eventually(lambda: remote(victims) == fetched + 1, "its metrics say so")
