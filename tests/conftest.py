@@ -29,6 +29,8 @@ ONE_CLUSTER = ("attacks", "cluster", "hosts")
 # Threads wait without spinning, because they share few cores with other processes. Torch reads this when it is loaded,
 # here and in every process that a test starts.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# The processes of ``pytest -n`` are more than the cores already. Tests of several threads say so to torch.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # No test asks a hub of models beyond this machine. Those with a hub of their own say so to their processes.
 os.environ["HF_HUB_OFFLINE"] = "1"

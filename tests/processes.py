@@ -121,8 +121,9 @@ def end_together(processes: Sequence[Process]) -> None:
 
 
 def clean_environ(**more: str) -> dict[str, str]:
-    """Returns this process's environment without any ``PDSERVE_*`` variable, plus ``more``."""
-    return {name: value for name, value in os.environ.items() if not name.startswith("PDSERVE_")} | more
+    """Returns this process's environment without what sets pdserve or the threads of its engines, plus ``more``."""
+    own = {name: value for name, value in os.environ.items() if not name.startswith(("PDSERVE_", "OMP_NUM_"))}
+    return own | more
 
 
 @contextmanager

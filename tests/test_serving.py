@@ -142,7 +142,8 @@ def test_the_thread_that_enters_the_block_may_end_before_it(
 
     What fails a block whose cluster has ended is told with the cluster's end.
     """
-    with pytest.raises(OSError, match="refused") as caught, ExitStack() as stack:
+    # The proxy may still be ending when it is asked.
+    with pytest.raises(OSError, match=r"refused|reset") as caught, ExitStack() as stack:
         clusters: list[pdserve.Cluster] = []
 
         def enter() -> None:
