@@ -63,11 +63,11 @@ docs: export NO_MKDOCS_2_WARNING = 1
 docs: $(STAMP)
 	$(BIN)/mkdocs build --strict --quiet
 
-# pytest adds what an assert shows to the modules. Otherwise each of the processes of `make test` would do that.
+# pytest adds what an assert shows to the modules, and Hypothesis looks through them for constants. Otherwise each of the
+# processes of `make test` would do that. The tests that run use every compiled set of kernels, which the user's cache
+# has afterwards.
 collect: $(STAMP)
-	@$(BIN)/python -m pytest -n 0 --collect-only -qq >/dev/null || $(BIN)/python -m pytest -n 0 --collect-only -qq
-	@# These tests use every compiled set of kernels. The user's cache has the sets afterwards.
-	$(BIN)/python -m pytest -n 0 -q tests/kernels/test_block_linear.py
+	@$(BIN)/python -m pytest -n 0 -qq -k test_block_linear.py >/dev/null || $(BIN)/python -m pytest -n 0 -qq -k test_block_linear.py
 
 test-all: $(STAMP)
 	$(PYTEST) -m "not deploy" --hypothesis-profile=many $(ARGS)
