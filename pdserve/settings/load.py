@@ -77,7 +77,19 @@ ROOTS: tuple[type, ...] = (
 )
 """The root dataclasses of all subcommands: a setting that one of them has is not a misspelling for the others."""
 
-POSITIONAL: Mapping[type, str] = dict.fromkeys((NodeConfig, UpConfig, PullConfig, ModelsConfig), "model")
+POSITIONAL: Mapping[type, str] = dict.fromkeys(
+    (
+        NodeConfig,
+        UpConfig,
+        PullConfig,
+        ModelsConfig,
+        BenchEngineConfig,
+        BenchTransferConfig,
+        PlanProfileConfig,
+        PlanMemoryConfig,
+    ),
+    "model",
+)
 """The setting that may stand without its flag, for the subcommands that have one."""
 
 T = TypeVar("T")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.config import Dtype, LogLevel, NodeConfig, ProxyConfig, UpConfig
+from pdserve.config import ChatConfig, DoctorConfig, Dtype, LogLevel, NodeConfig, ProxyConfig, UpConfig
 from pdserve.errors import ConfigError
 from pdserve.settings import ROOTS, load, to_environ
 from pdserve.settings.load import load_with_file
@@ -109,6 +109,14 @@ def test_api_keys_come_from_the_environment_too() -> None:
     config = load(ProxyConfig, [], {"PDSERVE_API_KEY": ",".join(keys)}, prog="pdserve proxy")
     assert config.admission.api_keys == keys
     assert "first-key" not in repr(config)
+
+
+def test_every_command_of_a_model_takes_it_without_its_flag() -> None:
+    # Doctor looks at a machine, and chat's first word may be an address.
+    others = {DoctorConfig, ChatConfig}
+    of_a_model = {root for root in ROOTS if any(each.flag == "model" for each in settings_of(root))} - others
+    for root in of_a_model:
+        assert load(root, ["org/name"], {}, prog="pdserve").model.path == "org/name"
 
 
 def test_the_last_of_a_repeated_flag_counts() -> None:
