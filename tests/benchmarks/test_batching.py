@@ -22,8 +22,8 @@ SHORT = ("--max-prompt-tokens", "32", "--min-output-tokens", "2", "--max-output-
 @pytest.mark.nightly
 def test_both_modes_give_the_same_tokens_in_one_table_and_one_plot(tiny_model: Path, tmp_path: Path) -> None:
     core = str(min(os.sched_getaffinity(0)))
-    node = ("--model", str(tiny_model), "--dtype", "fp32", "--kv-cache-mib", "64", "--cores", core)
-    files = ("--json", "figures.json", "--plot", "plot.png")
+    node = ("--model", str(tiny_model), "--prompt-vocab", "400", "--dtype", "fp32", "--kv-cache-mib", "64")
+    files = ("--cores", core, "--json", "figures.json", "--plot", "plot.png")
     done = run_study("batching", "--concurrency", "1,3", *SHORT, *node, *files, folder=tmp_path, timeout_s=240)
     assert "0 of 16 greedy answers (fp32) differ between the modes" in done.stdout
     report = read_report(tmp_path / "figures.json")
