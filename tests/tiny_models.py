@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     BitNetConfig,
     Gemma3Config,
     Gemma3TextConfig,
@@ -25,6 +27,7 @@ from transformers import (
     Qwen3Config,
     Qwen3MoeConfig,
 )
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 VOCAB_SIZE = 512
 NEAR_TIE = 1e-3
@@ -201,8 +204,7 @@ class Reference:
 
     def __init__(self, folder: Path, new_tokens: int) -> None:
         self._new_tokens = new_tokens
-        auto: Any = AutoModelForCausalLM
-        self._model: Any = auto.from_pretrained(folder, dtype=torch.float32)
+        self._model: Any = auto_class(AutoConfig.from_pretrained(folder)).from_pretrained(folder, dtype=torch.float32)
 
     def answer(self, prompt: Sequence[int]) -> list[int]:
         return self._answer(prompt)[0]
@@ -244,8 +246,14 @@ class Reference:
         return tokens, margins
 
 
+def auto_class(config: PretrainedConfig) -> Any:
+    """Returns the class that makes such models. A Mistral 4 is only among those that take images, too."""
+    causal = config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    return AutoModelForCausalLM if causal else AutoModelForImageTextToText
+
+
 def _reference(folder: Path) -> PreTrainedModel:
-    auto: Any = AutoModelForCausalLM
+    auto = auto_class(AutoConfig.from_pretrained(folder))
     model: PreTrainedModel = auto.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     return model
 

@@ -135,6 +135,7 @@ FAMILIES: dict[str, type[FamilySettings]] = {
     "mistral": MistralSettings,
     "ministral": MinistralSettings,
     "ministral3": Ministral3Settings,
+    "mistral4": Mistral4Settings,
     "mixtral": MixtralSettings,
     "qwen2": Qwen2Settings,
     "qwen2_moe": Qwen2MoeSettings,
@@ -258,7 +259,6 @@ TEXT_PARTS: dict[str, type[FamilySettings]] = {
     "qwen3_vl_moe_text": Qwen3VlMoeTextSettings,
     "glm4v_text": Glm4vTextSettings,
     "glm4v_moe_text": Glm4vMoeTextSettings,
-    "mistral4": Mistral4Settings,
     "muse_glimmer_text": MuseGlimmerTextSettings,
     "step3p5": Step3p5Settings,
 }

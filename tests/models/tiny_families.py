@@ -12,12 +12,20 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, PretrainedConfig, PreTrainedModel
 
 from pdserve.models.checkpoint.safetensors.files import SafetensorsFiles
 from pdserve.models.table import FAMILIES
 from tests.tiny_models import FAMILIES as OLDER
-from tests.tiny_models import LLAMA3_ROPE, SHAPE, WINDOW, add_chat_tokenizer, save_tiny_model, shrink_embeddings
+from tests.tiny_models import (
+    LLAMA3_ROPE,
+    SHAPE,
+    WINDOW,
+    add_chat_tokenizer,
+    auto_class,
+    save_tiny_model,
+    shrink_embeddings,
+)
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 KINDS = [SLIDING, FULL, SLIDING]
@@ -159,6 +167,16 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "ministral": ("ministral", SHAPE | {"sliding_window": WINDOW, "layer_types": KINDS}),
     "ministral3": ("ministral3", SHAPE | {"rope_parameters": GROWING, "sliding_window": WINDOW}),
     "ministral3-full": ("ministral3", SHAPE | {"rope_parameters": GROWING}),
+    "mistral4": (
+        "mistral4",
+        MLA | {"n_group": 2, "topk_group": 1, "rope_parameters": GROWING, "first_k_dense_replace": 1},
+    ),
+    "mistral4-halves": (
+        "mistral4",
+        MLA
+        | {"rope_parameters": GROWING | DEEP_YARN, "rope_interleave": False, "attention_bias": True}
+        | {"q_lora_rank": None, "norm_topk_prob": False, "n_shared_experts": 2, "routed_scaling_factor": 1.7},
+    ),
     "mixtral": ("mixtral", HEADS | {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "mixtral-window": ("mixtral", HEADS | {"num_local_experts": 4, "sliding_window": WINDOW}),
     "qwen2-moe": (
@@ -450,8 +468,8 @@ def config_of(case: str, **changes: object) -> PretrainedConfig:
 def save_tiny(case: str, folder: Path, **changes: object) -> Path:
     """Saves a random model in ``folder``, always the same one. ``changes`` are settings in place of the case's."""
     torch.manual_seed(sum(case.encode()))
-    auto: Any = AutoModelForCausalLM
-    model: PreTrainedModel = auto.from_config(config_of(case, **changes), dtype=torch.float32)
+    config = config_of(case, **changes)
+    model: PreTrainedModel = auto_class(config).from_config(config, dtype=torch.float32)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if name.endswith("tid2eid"):
             # Each token has as many experts as it is sent to.
