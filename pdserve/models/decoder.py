@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import cycle
 from typing import Protocol
 
@@ -20,7 +20,7 @@ from pdserve.models.parts.layer_ends import Connection, LayerEnd, PerLayerInputs
 from pdserve.models.parts.mixers import Mixer, build_mixer
 from pdserve.models.parts.norms import LoadedNorm, load_norm
 from pdserve.models.parts.projections import Building
-from pdserve.models.parts.rotary import PositionTables, query_scales, rotary_table
+from pdserve.models.parts.rotary import PositionTables, position_logs, query_scales, rotary_table
 from pdserve.models.parts.vocabulary import PositionTable, VocabParallelEmbedding, vocab_parallel_head
 from pdserve.models.rank_cache import StepCache
 from pdserve.models.recipe import (
@@ -162,9 +162,11 @@ class RecipeDecoder:
         self._head = vocab_parallel_head(building, self._embedding, shape, recipe)
         positions = max_positions if checkpoint.device.type != "meta" else 1
         where = (positions, dtype, checkpoint.device)
+        growing = any(part.latent is not None and part.latent.head_scales is not None for part in recipe.attention)
+        logs = position_logs(*where) if growing else None
         self._tables = [
-            PositionTables(*rotary_table(rotary, head_dim, *where), query_scales(scale, *where))
-            for rotary, scale, head_dim in distinct
+            PositionTables(*rotary_table(rotary, head_dim, *where, learned), query_scales(scale, *where), logs)
+            for (rotary, scale, head_dim), learned in zip(distinct, _learned(building, distinct), strict=True)
         ]
         self._draft: _DraftLayer | None = None
         if draft is not None:
@@ -266,6 +268,18 @@ def _positions_of(config: FamilyConfig, part: AttentionRecipe) -> tuple[Rotary |
     return part.rotary, part.query_scale, channels
 
 
+def _learned(
+    building: Building, kinds: Sequence[tuple[Rotary | None, QueryScale | None, int]]
+) -> list[torch.Tensor | None]:
+    """Takes what frequencies of each kind are multiplied by; None where they are as they are, or have no numbers."""
+    checkpoint, taken = building.checkpoint, dict[str, torch.Tensor]()
+    for rotary, _, channels in kinds:
+        if rotary is not None and rotary.learned and rotary.learned not in taken:
+            taken[rotary.learned] = checkpoint.take(rotary.learned, (channels // 2,), dtype=torch.float32)
+    known = {name: each for name, each in taken.items() if each.device.type != "meta"}
+    return [None if rotary is None else known.get(rotary.learned) for rotary, _, _ in kinds]
+
+
 class _Parts:
     """Builds the parts of a model's layers, in the order in which these are asked for."""
 
@@ -275,6 +289,9 @@ class _Parts:
         """``kinds`` are those of positions, in the order of a step's tables."""
         self._config, self._building, self._kinds = config, building, kinds
         self._places = layer_groups(config)
+        latents = [part.latent for part in config.recipe.attention if part.latent is not None]
+        self._giving = {latent.key_from for latent in latents}
+        """The layers whose latents others have, too."""
         groups = list(enumerate(self._places.groups))
         self._of_attention = [number for number, group in groups if group.keep is not Keep.LATEST and group.layers]
         self._of_states = [number for number, group in groups if group.keep is Keep.LATEST]
@@ -328,7 +345,9 @@ class _Parts:
             elif recipe.attention.latent is None:
                 attend = _Attend(SelfAttention(*built), table, group)
             else:
-                attend = _AttendToLatents(LatentAttention(*built), table, group)
+                attend = _AttendToLatents(
+                    LatentAttention(*built), table, group, index if index in self._giving else None
+                )
             attend = _scaled(attend, scales.attention_in, scales.attention_out)
         if recipe.mixer is not None and state is not None:
             mixer = build_mixer(config, building, recipe.mixer, prefix, index)
@@ -373,6 +392,8 @@ class Step:
     """The tables of each kind, at all positions."""
     inputs: torch.Tensor | None = None
     """The inputs of the layers' ends, ``[tokens, layers, channels]``, if these have some."""
+    latents: dict[int, torch.Tensor] = field(default_factory=dict)
+    """The latents of the step's tokens that later layers have, too, ``[tokens, channels]``, by their layer."""
 
 
 class Layer(Protocol):
@@ -456,9 +477,15 @@ class _AttendToLatents:
     attend: LatentAttention
     table: int
     group: int
+    gives: int | None
+    """The number of the layer, if later ones have its latents, too."""
 
     def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
-        return self.attend(x, step.tables[self.table], step.cache.latents[self.group])
+        given = None if self.attend.source is None else step.latents[self.attend.source]
+        out, latents = self.attend(x, step.tables[self.table], step.cache.latents[self.group], given)
+        if self.gives is not None:
+            step.latents[self.gives] = latents
+        return out
 
 
 @dataclass(frozen=True, slots=True)

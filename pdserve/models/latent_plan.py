@@ -147,7 +147,7 @@ class ExpandedRow:
         """
         self.tokens = slice(first, first + row.new_tokens)
         layout, device = group.layout, group.cache.device
-        self._latent, self._layout, self._context, self._heads = latent, layout, row.context_len, heads
+        self._layout, self._context, self._heads = layout, row.context_len, heads
         table = block_ids(row.blocks, -(-row.context_len // layout.block_size))
         at = np.arange(row.context_len - row.new_tokens, row.context_len)
         slots = table[at // layout.block_size] * layout.block_size + at % layout.block_size
@@ -161,18 +161,25 @@ class ExpandedRow:
         self._attention = kernels.plan_attention(expanded, self._room, [new], self._together, scale)
 
     def __call__(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, to_key: HeadLinear, to_value: HeadLinear
+        self,
+        layer: int,
+        latent: LatentRecipe,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        to_key: HeadLinear,
+        to_value: HeadLinear,
     ) -> torch.Tensor:
         """Stores the row's new keys, ``[1, new_tokens, 1, channels]``, and attends to the whole context.
 
-        ``query`` is ``[new_tokens, heads, plain + turned]``; ``to_key`` leads from a latent to a head's part of the key
-        that is not turned, and ``to_value`` to its value. Returns ``[new_tokens, heads, value]``.
+        ``latent`` is that of the layer, whose heads have as many channels as any other's. ``query`` is ``[new_tokens,
+        heads, plain + turned]``; ``to_key`` leads from a latent to a head's part of the key that is not turned, and
+        ``to_value`` to its value. Returns ``[new_tokens, heads, value]``.
         """
-        latent, context = self._latent, self._context
+        context = self._context
         self._write(layer, key)
         tiles = numbers(self._layout, self._tiles.index_select(0, self._index + layer))
         kept = tiles.view(-1, self._layout.head_dim)[:context]
-        latents, turned = kept[:, : latent.rank].contiguous(), kept[:, latent.rank : latent.channels]
+        latents, turned = kept[:, : latent.rank].contiguous(), kept[:, latent.rank : latent.rank + latent.turned]
         keys, values = self._room[0, :, 0, 0, :context], self._room[0, :, 0, 1, :context]
         keys[..., latent.plain : latent.plain + latent.turned] = turned
         # Another row may have left numbers there.

@@ -77,6 +77,8 @@ class Rotary:
     """Whether neighbouring channels are turned against each other, and not the halves."""
     backwards: bool = False
     """Whether they are turned the other way."""
+    learned: str = ""
+    """The tensor, by its whole name, of the logarithms of what frequencies are multiplied by, if there is one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +88,17 @@ class QueryScale:
     beta: float
     step: int
     first: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class HeadScales:
+    """The queries of each head are multiplied by ``scale * log(position + 1) + bias``.
+
+    Both are a number of each head, in tensors of these whole names, within the layer.
+    """
+
+    scale: str
+    bias: str
 
 
 class NormKind(enum.Enum):
@@ -165,6 +178,10 @@ class IndexRecipe:
     key_norm: str = "self_attn.indexer.k_norm"
     weights: str = "self_attn.indexer.weights_proj"
     """Leads from the layer's input to the weight of each head. It is computed in fp32."""
+    query_norm: str = ""
+    """The norm of the layer's input that queries come from, of the kind of ``norm``, if they come from that."""
+    head_scales: HeadScales | None = None
+    """What queries are multiplied by."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,13 +217,19 @@ class LatentRecipe:
     """What queries are multiplied by."""
     scale: float = 1.0
     """What latents are multiplied by once they are normalised."""
+    head_scales: HeadScales | None = None
+    """What queries are multiplied by, too."""
+    still: int = 0
+    """The channels of zeros behind a latent, as many as layers turn whose cache it shares, if it turns none."""
+    key_from: int | None = None
+    """The layer before this one whose latents this one has, too. It keeps them once more, with its own index keys."""
     index: IndexRecipe | None = None
     """What chooses the tokens that a token attends to; None if it attends to all before it."""
 
     @property
     def channels(self) -> int:
         """The channels of a token's key."""
-        return self.rank + self.turned
+        return self.rank + self.turned + self.still
 
     @property
     def kept(self) -> int:

@@ -22,6 +22,7 @@ from pdserve.models.families.deepseek import (
     LongcatFlashSettings,
     MiniCpm3Settings,
     Mistral4Settings,
+    MistralLarge4Settings,
     SarvamMlaSettings,
     YoutuSettings,
 )
@@ -259,6 +260,7 @@ TEXT_PARTS: dict[str, type[FamilySettings]] = {
     "qwen3_vl_moe_text": Qwen3VlMoeTextSettings,
     "glm4v_text": Glm4vTextSettings,
     "glm4v_moe_text": Glm4vMoeTextSettings,
+    "mistral_large4_text": MistralLarge4Settings,
     "muse_glimmer_text": MuseGlimmerTextSettings,
     "step3p5": Step3p5Settings,
 }
@@ -270,6 +272,7 @@ COMPOSITES: dict[str, Composite] = {
     "gemma4_unified": Composite("gemma4_unified_text", tied=True),
     "muse_glimmer": Composite("muse_glimmer_text", tied=False),
     "mistral3": Composite("mistral", tied=True),
+    "mistral_large4": Composite("mistral_large4_text", tied=False),
     "llama4": Composite("llama4_text", tied=False),
     "llava": Composite("llama"),
     "llava_next": Composite("llama"),

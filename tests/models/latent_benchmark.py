@@ -62,7 +62,7 @@ def main() -> None:
             return values(attention(0, torch.cat((queries(plain), turned), -1), key))
 
         def expanded(row: AttentionRow = row, query: torch.Tensor = query, key: torch.Tensor = key) -> torch.Tensor:
-            return ExpandedRow(kernels, group, row, 0, HEADS, SCALE, LATENT, room)(0, query, key, keys, values)
+            return ExpandedRow(kernels, group, row, 0, HEADS, SCALE, LATENT, room)(0, LATENT, query, key, keys, values)
 
         turns = [(seconds(direct), seconds(expanded)) for _ in range(TURNS)]
         first, second = min(turn[0] for turn in turns), min(turn[1] for turn in turns)

@@ -19,6 +19,7 @@ from pdserve.models.runner import StepRow
 from pdserve.models.table import COMPOSITES
 from tests.models.greedy import small_runner
 from tests.models.test_families import PROMPT
+from tests.models.tiny_families import CASES as OF_FAMILIES
 from tests.models.tiny_families import (
     DEEPSEEK_EXPERTS,
     DELTA,
@@ -313,6 +314,15 @@ def test_eos_tokens_of_the_whole_go_before_those_of_the_part(tmp_path: Path) -> 
         ("llava", {"model_type": "olmo", "clip_qkv": 8.0}, "settings that no recipe has"),
         ("llava", {"model_type": "llama", "quantization_config": {"quant_method": "gptq"}}, "quantised.*gptq"),
         ("mistral3", {"model_type": "mistral", "hidden_size": "60"}, "hidden_size"),
+        ("mistral_large4", {"no_rope_layers": [1] * 71}, "no_rope_layers has to say 0 or 1 of each of 72"),
+        ("mistral_large4", {"kv_source_layers": [0] * 71}, "kv_source_layers has to name a layer for each of 72"),
+        ("mistral_large4", {"kv_source_layers": [0, 1, 3, *range(3, 72)]}, "2 cannot have the latents of layer 3"),
+        ("mistral_large4", {"kv_source_layers": [0, 0, 1, *range(3, 72)]}, "2 cannot have the latents of layer 1"),
+        # Layer 3 knows no positions. The others know them, and transformers gives layer 5 those of layer 1.
+        ("mistral_large4", {"kv_source_layers": [0, 1, 2, 2, *range(4, 72)]}, "3 is not computed with the latents"),
+        ("mistral_large4", {"kv_source_layers": [0, 1, 1, 3, 4, 0, *range(6, 72)]}, "5 is not computed with the lat"),
+        ("mistral_large4", {"scoring_func": "sigmoid"}, "scoring_func 'sigmoid' is not supported"),
+        ("mistral_large4", {"norm_topk_prob": False}, "norm_topk_prob"),
     ],
 )
 def test_what_is_missing_is_named(tmp_path: Path, kind: str, part: dict[str, Any], words: str) -> None:
@@ -322,4 +332,5 @@ def test_what_is_missing_is_named(tmp_path: Path, kind: str, part: dict[str, Any
 
 
 def test_every_composite_has_a_case() -> None:
-    assert {kind for kind, _, _ in CASES.values()} == set(COMPOSITES)
+    in_families = {family for family, _ in OF_FAMILIES.values()} & set(COMPOSITES)
+    assert {kind for kind, _, _ in CASES.values()} | in_families == set(COMPOSITES)

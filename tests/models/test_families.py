@@ -18,7 +18,7 @@ from pdserve.errors import ModelError
 from pdserve.models.checkpoint.config_reading import read_decoder_config
 from pdserve.models.checkpoint.decoder_config import FamilyConfig
 from pdserve.models.runner import ModelRunner, StepRow
-from pdserve.models.table import FAMILIES
+from pdserve.models.table import FAMILIES, TEXT_PARTS
 from pdserve.settings import cache_folder
 from pdserve.wire.sampling_params import SamplingParams
 from pdserve_kernels.cpu.compiled_kernels import CompiledKernels, CompiledLinear
@@ -28,7 +28,7 @@ from tests.models.greedy import small_runner
 from tests.models.grouped_runner import GroupedRunner
 from tests.models.rank_program import Case
 from tests.models.test_tensor_parallel import computed
-from tests.models.tiny_families import CASES, LONG_ROPE, families_without_a_case, save_case, save_tiny
+from tests.models.tiny_families import CASES, LONG_ROPE, families_without_a_case, save_case, save_tiny, text_part
 from tests.tiny_models import FAMILIES as OLDER
 from tests.tiny_models import Reference, random_prompt, reference_logits
 
@@ -165,8 +165,8 @@ def test_frequencies_are_those_of_the_longest_context(tmp_path: Path, length: in
 
 def switches(case: str) -> dict[str, bool]:
     """Returns the settings of a case's family that are on or off, each as the case does not have it."""
-    family, settings = CASES[case]
-    fields = msgspec.structs.fields(FAMILIES[family])
+    family, settings = text_part(case)
+    fields = msgspec.structs.fields((FAMILIES | TEXT_PARTS)[family])
     return {
         field.encode_name: not settings.get(field.encode_name, field.default)
         for field in fields

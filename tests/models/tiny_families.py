@@ -15,7 +15,7 @@ import torch
 from transformers import CONFIG_MAPPING, PretrainedConfig, PreTrainedModel
 
 from pdserve.models.checkpoint.safetensors.files import SafetensorsFiles
-from pdserve.models.table import FAMILIES
+from pdserve.models.table import COMPOSITES, FAMILIES
 from tests.tiny_models import FAMILIES as OLDER
 from tests.tiny_models import (
     LLAMA3_ROPE,
@@ -152,6 +152,13 @@ KIMI: dict[str, Any] = LATENTS | EXPERTS | {"q_lora_rank": None, "moe_intermedia
 KIMI |= {"linear_num_heads": 4, "linear_head_dim": 12, "linear_conv_kernel_dim": 3}
 LING3: dict[str, Any] = LATENTS | EXPERTS | {"q_lora_rank": None, "moe_intermediate_size": 24, "layer_types": STATES}
 LING3 |= {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "head_dim": 12, "short_conv_kernel_size": 3}
+PIXTRAL: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "image_size": 28}
+PIXTRAL |= {"num_attention_heads": 2, "patch_size": 14, "model_type": "pixtral"}
+LARGE4: dict[str, Any] = {name: value for name, value in INDEXED.items() if name != "q_lora_rank"}
+LARGE4 |= {"num_hidden_layers": 5, "no_rope_layers": [1, 0, 1, 0, 0], "kv_source_layers": [0, 1, 2, 1, 1]}
+LARGE4 |= {"first_k_dense_replace": 0}
+LARGE4 |= {"indexer_types": ["full", "full", "shared", "shared", "full"], "final_logit_softcapping": 20.0}
+"""Two layers have the latents of an earlier one, of which one has index keys of its own."""
 DEEP_YARN: dict[str, Any] = {
     "rope_type": "yarn",
     "rope_theta": 10_000.0,
@@ -176,6 +183,22 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         MLA
         | {"rope_parameters": GROWING | DEEP_YARN, "rope_interleave": False, "attention_bias": True}
         | {"q_lora_rank": None, "norm_topk_prob": False, "n_shared_experts": 2, "routed_scaling_factor": 1.7},
+    ),
+    "mistral-large4": ("mistral_large4", {"text_config": LARGE4, "vision_config": PIXTRAL}),
+    "mistral-large4-groups": (
+        "mistral_large4",
+        {
+            "text_config": LARGE4
+            | {"no_rope_layers": [1, 1, 0, 1, 1], "kv_source_layers": [0, 1, 2, 1, 4], "indexer_types": ["full"] * 5}
+            | {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.7, "n_shared_experts": 2}
+            | {
+                "attention_bias": True,
+                "rope_parameters": DEEP_YARN,
+                "mlp_layer_types": ["sparse", "dense"] * 2 + ["dense"],
+            }
+            | {"rms_norm_eps": 0.01, "index_topk": 100},
+            "vision_config": PIXTRAL,
+        },
     ),
     "mixtral": ("mixtral", HEADS | {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "mixtral-window": ("mixtral", HEADS | {"num_local_experts": 4, "sliding_window": WINDOW}),
@@ -456,13 +479,24 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "falcon-groups": ("falcon", HEADS | {"new_decoder_architecture": True, "num_kv_heads": 2}),
     "internlm3": ("internlm3", SHAPE | {"attention_bias": True, "mlp_bias": True}),
 }
-"""The ``model_type`` and settings of each case. Windows are shorter than prompts; scores of experts are corrected."""
+"""The ``model_type`` and settings of each case: of the whole, if its text part is in no model of its own.
+
+Windows are shorter than prompts; scores of experts are corrected.
+"""
 
 
 def config_of(case: str, **changes: object) -> PretrainedConfig:
     family, settings = CASES[case]
+    if family in COMPOSITES:
+        settings, changes = settings | {"text_config": settings["text_config"] | changes}, {}
     # transformers writes into what it is given, and cases share parts.
     return CONFIG_MAPPING[family](**deepcopy(settings | changes))
+
+
+def text_part(case: str) -> tuple[str, dict[str, Any]]:
+    """Returns the family of a case's text part, and its settings."""
+    family, settings = CASES[case]
+    return (COMPOSITES[family].text, settings["text_config"]) if family in COMPOSITES else (family, settings)
 
 
 def save_tiny(case: str, folder: Path, **changes: object) -> Path:
@@ -477,6 +511,8 @@ def save_tiny(case: str, folder: Path, **changes: object) -> Path:
         elif "correction" in name:
             # Some corrected scores are below 0.
             torch.nn.init.uniform_(tensor.data, -1.5, 1.5)
+        elif "softmax_scaling" in name or name.endswith(".alpha"):
+            torch.nn.init.uniform_(tensor.data, 0.2, 0.6)
         elif tensor.is_floating_point() and name.endswith(("bias", "sinks")) and "dt_" not in name:
             # Large ones of one sign would give every position the same token.
             torch.nn.init.uniform_(tensor.data, -0.3, 0.3)

@@ -114,7 +114,7 @@ def _latent_weights(decoder: FamilyConfig, latent: LatentRecipe, ranks: int) -> 
     twice = decoder.heads * latent.plain * latent.rank // ranks
     whole = decoder.hidden_size * (latent.query_rank + latent.channels)
     if latent.index is not None:
-        queries = latent.query_rank * latent.index.heads * latent.index.channels
+        queries = (latent.query_rank or decoder.hidden_size) * latent.index.heads * latent.index.channels
         # Those of heads are in fp32.
         whole += queries + decoder.hidden_size * (latent.index.channels + 2 * latent.index.heads)
     whole = whole * (ranks - 1) // ranks
@@ -172,6 +172,10 @@ def _token_bytes(decoder: DecoderConfig, dtype: torch.dtype, ranks: int) -> int:
         # The inputs of all layers' ends are there while the layers are computed, and while they are made, in parts.
         inputs = decoder.recipe.per_layer
         held = 0 if inputs is None else 4 * inputs.channels * decoder.num_layers
+        # Latents that later layers have, too, are there while these are computed.
+        latents = [part.latent for part in decoder.recipe.attention if part.latent is not None]
+        sources = {latent.key_from for latent in latents} - {None}
+        held += len(sources) * latents[0].channels if sources else 0
         # What a shortcut gives is there during the next layer.
         held += decoder.hidden_size if any(layer.shortcut is not None for layer in layers) else 0
         own = max((_routing_bytes(part) for part in feeds), default=0)
@@ -197,11 +201,14 @@ def _attention_numbers(decoder: DecoderConfig, recipe: AttentionRecipe | None, r
         own = 2 * (latent.plain + latent.turned) + 3 * latent.channels + 2 * latent.rank + 2 * latent.value
         # Of gated heads, each one's gate is there once for each channel, beside its values, and then the products.
         own += 0 if recipe.gate is None else 3 * latent.value
+        # So are queries that grow, as they come and multiplied.
+        own += 0 if latent.head_scales is None else latent.plain + latent.turned
         own = heads * own + 3 * latent.channels + (4 if latent.query_pair else 2) * latent.query_rank
         if latent.index is None:
             return own
         # Its keys, its queries as they come, turned and together, and in fp32 its input and the weights of heads.
         index = latent.index
+        own += decoder.hidden_size if index.query_norm else 0
         return own + 5 * index.channels + 4 * index.heads * (index.channels + 1) + 2 * decoder.hidden_size
     if recipe is not None and recipe.shared is not None:
         return _shared_numbers(recipe.shared, heads, decoder.head_dim)

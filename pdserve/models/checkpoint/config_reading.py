@@ -94,7 +94,7 @@ def _tied(of_whole: bool | msgspec.UnsetType | None, usual: bool | None, of_part
 
 def within_whole(recipe: ModelRecipe) -> ModelRecipe:
     """Returns the recipe of a text part whose tensors are among those of the whole."""
-    return replace(recipe, renamed=RENAMED, unused=(*recipe.unused, *UNUSED))
+    return replace(recipe, renamed=(*RENAMED, *recipe.renamed), unused=(*recipe.unused, *UNUSED))
 
 
 log = logging.getLogger(__name__)

@@ -85,7 +85,7 @@ class FamilyConfig(DecoderConfig):
 
     @property
     def latent(self) -> LatentRecipe | None:
-        """How keys and values come from latents, if they do. All layers have the same."""
+        """How keys and values come from latents, if they do. All layers keep the same channels of a token."""
         return next((part.latent for part in self.recipe.attention), None)
 
     @property

@@ -34,6 +34,7 @@ from pdserve.models.recipe import (
     ExpertsRecipe,
     FeedForwardRecipe,
     GateRecipe,
+    HeadScales,
     IndexRecipe,
     KimiDeltaRecipe,
     LatentRecipe,
@@ -76,6 +77,8 @@ KIMI_CONSTANTS = {
     "attn_res_block_size": None,
 }
 """The only values of these settings of a Kimi Linear that are computed."""
+LARGE4_PARTS = ("vision_encoder.", "patch_merger.", "pre_mm_projector_norm.", "vision_language_adapter.", "mtp_dspark.")
+"""What names begin with of tensors of a Mistral Large 4's other parts."""
 METHODS = ("greedy", "group_limited_greedy")
 """How a DeepSeek V2 chooses experts: from all, or from some groups of them."""
 
@@ -289,6 +292,8 @@ class DeepseekV3Settings(LatentSettings, kw_only=True):
     """Experts are chosen by corrected scores, from groups, beside a shared one. The first layers have none."""
 
     models: ClassVar[str] = "DeepSeek V3, R1, V3.1, Kimi K2"
+    scored_by: ClassVar[str] = "sigmoid"
+    """The only value of ``scoring_func`` that is computed."""
     vocab_size: Count = 129_280
     hidden_size: Count = 7168
     intermediate_size: Count = 18_432
@@ -310,7 +315,7 @@ class DeepseekV3Settings(LatentSettings, kw_only=True):
 
     def check(self) -> None:
         super().check()
-        _check_routing(self.scoring_func, "sigmoid", self.moe_layer_freq)
+        _check_routing(self.scoring_func, self.scored_by, self.moe_layer_freq)
 
     def kinds(self) -> list[str]:
         """Returns for each layer whether its feed-forward part is one, or of experts."""
@@ -384,6 +389,8 @@ class DeepseekV32Settings(DeepseekV3Settings, kw_only=True):
     """DeepSeek V3, with an indexer in each layer, which chooses the tokens that are attended to."""
 
     models: ClassVar[str] = "DeepSeek V3.2"
+    query_vector: ClassVar[bool] = True
+    """Whether queries come from a shorter vector, and those of the indexer from that, too."""
     index_interleaved: ClassVar[bool] = False
     """Whether the indexer turns neighbouring channels against each other, and not the halves."""
     max_position_embeddings: Count = 163_840
@@ -396,7 +403,7 @@ class DeepseekV32Settings(DeepseekV3Settings, kw_only=True):
     def check(self) -> None:
         super().check()
         check_kinds(self.kinds(), self.num_hidden_layers)
-        if self.q_lora_rank is None:
+        if self.query_vector and self.q_lora_rank is None:
             raise ModelError("q_lora_rank, the channels that the queries of an indexer come from, is missing")
         if self.index_head_dim < self.qk_rope_head_dim:
             raise ModelError(
@@ -625,6 +632,157 @@ class Mistral4Settings(LatentSettings, kw_only=True):
             shared=gated("mlp.shared_experts", channels * self.n_shared_experts),
         )
         return in_one_tensor(experts)
+
+
+class MistralLarge4Settings(GlmMoeDsaSettings, kw_only=True):
+    """GLM 5's attention with queries that grow, learned frequencies, and layers with the latents of earlier ones.
+
+    Some layers know no positions: heads then have as many channels more that are not turned.
+    """
+
+    models: ClassVar[str] = "Mistral Large 4"
+    scored_by: ClassVar[str] = "softmax"
+    query_vector: ClassVar[bool] = False
+    vocab_size: Count = 204_800
+    intermediate_size: Count = 24_576
+    num_hidden_layers: Count = 72
+    max_position_embeddings: Count = 1_048_576
+    eos_token_id: int | list[int] | None = 2
+    moe_intermediate_size: Count = 6144
+    n_routed_experts: Count = 128
+    num_experts: Count | None = None
+    num_experts_per_tok: Count = 4
+    routed_scaling_factor: float = 1.0
+    q_lora_rank: Count | None = None
+    qk_nope_head_dim: Count = 64
+    v_head_dim: Count = 128
+    scoring_func: str = "softmax"
+    first_k_dense_replace: int = 1
+    no_rope_layers: list[int] | None = None
+    no_rope_layer_interval: Count = 4
+    kv_source_layers: list[int] | None = None
+    final_logit_softcapping: float = 30.0
+    rope_parameters: RotarySettings | None = msgspec.field(
+        default_factory=lambda: RotarySettings(
+            rope_type="yarn",
+            rope_theta=10_000.0,
+            factor=2048.0,
+            original_max_position_embeddings=512,
+            beta_fast=32.0,
+            beta_slow=1.0,
+            attention_factor=1.0,
+        )
+    )
+
+    def __post_init__(self) -> None:
+        self.q_lora_rank = None  # transformers does not have it, whatever a file says.
+        self.n_routed_experts = self.num_experts or self.n_routed_experts
+
+    def check(self) -> None:
+        super().check()
+        if not self.norm_topk_prob:
+            raise ModelError("norm_topk_prob of a Mistral Large 4 has to be true: weights of experts have a sum of one")
+        count, turning, sources = self.num_hidden_layers, self.turning(), self.latent_sources()
+        if len(turning) < count or not set(turning) <= {0, 1}:
+            raise ModelError(f"no_rope_layers has to say 0 or 1 of each of {count} layers")
+        if len(sources) != count:
+            raise ModelError(f"kv_source_layers has to name a layer for each of {count} layers")
+        shared = dict[int, int]()
+        for index, source in enumerate(sources):
+            if not 0 <= source <= index or sources[source] != source:
+                raise ModelError(f"kv_source_layers: layer {index} cannot have the latents of layer {source}")
+            # transformers gives a layer those of the last layer that knows positions, or does not, as it does itself.
+            if source != index and shared.get(turning[index]) != source:
+                raise ModelError(f"kv_source_layers: layer {index} is not computed with the latents of layer {source}")
+            if source == index and index in sources[index + 1 :]:
+                shared[turning[index]] = index
+
+    def turning(self) -> list[int]:
+        """Returns for each layer 1 if it knows positions, and 0 if it does not."""
+        every = self.no_rope_layer_interval
+        usual = [int((index + 1) % every != 0) for index in range(self.num_hidden_layers)]
+        return usual if self.no_rope_layers is None else self.no_rope_layers
+
+    def latent_sources(self) -> list[int]:
+        """Returns for each layer the one whose latents it has, which may be itself."""
+        return list(range(self.num_hidden_layers)) if self.kv_source_layers is None else self.kv_source_layers
+
+    def rotary(self) -> Rotary:
+        return replace(super().rotary(), learned="lerope.alpha")
+
+    def rotary_of_layer(self, index: int) -> Rotary | None:
+        return self.rotary() if self.turning()[index] else None
+
+    def attention(self, index: int) -> AttentionRecipe:
+        part, source = super().attention(index), self.latent_sources()[index]
+        assert part.latent is not None and part.latent.index is not None
+        still = 0 if self.turning()[index] else self.qk_rope_head_dim
+        chosen = replace(
+            part.latent.index,
+            query="attention.indexer.wq_b",
+            key="attention.indexer.wk",
+            key_norm="attention.indexer.k_norm",
+            weights="attention.indexer.weights_proj",
+            query_norm="attention.indexer.q_input_norm",
+            head_scales=_scales("attention.indexer"),
+        )
+        latent = replace(
+            part.latent,
+            plain=part.latent.plain + still,
+            turned=part.latent.turned - still,
+            still=still,
+            norm=self.norm(),
+            key_norm="attention.kv_a_norm",
+            head_scales=_scales("attention"),
+            key_from=None if source == index else source,
+            index=chosen,
+        )
+        key, out = "attention.wkv_a_with_mqa", "attention.wo"
+        biased = frozenset({key, out}) if self.attention_bias else NONE
+        return replace(
+            part, query="attention.wq", key=key, value="attention.wkv_b", out=out, biased=biased, latent=latent
+        )
+
+    def feed_forward(self, index: int) -> FeedForwardRecipe:
+        def mlp(prefix: str, channels: int) -> MlpRecipe:
+            gate, down, up = (f"{prefix}.w{number}" for number in (1, 2, 3))
+            return MlpRecipe(channels, gate=gate, up=up, down=down)
+
+        channels = self.moe_intermediate_size
+        if self.kinds()[index] == DENSE:
+            return mlp("feed_forward", self.intermediate_size)
+        return ExpertsRecipe(
+            self.n_routed_experts,
+            self.num_experts_per_tok,
+            mlp("experts.{}", channels),
+            router="gate",
+            normalised=True,
+            precise_router=True,
+            groups=self.n_group,
+            chosen_groups=self.topk_group,
+            scale=self.routed_scaling_factor,
+            smallest_sum=1e-20,
+            shared=mlp("shared_experts", channels * self.n_shared_experts),
+        )
+
+    def layer(self, index: int) -> LayerRecipe:
+        return replace(super().layer(index), norms=("attention_norm", "ffn_norm"))
+
+    def recipe(self) -> ModelRecipe:
+        return replace(
+            super().recipe(),
+            embedding="tok_embeddings",
+            layer_prefix="layers.",
+            last_norm="norm",
+            head="output",
+            logits_cap=self.final_logit_softcapping,
+            unused=LARGE4_PARTS,
+            draft=None,
+        )
+
+
+def _scales(part: str) -> HeadScales:
+    return HeadScales(f"{part}.ssmax_scaling.s", f"{part}.ssmax_scaling.b")
 
 
 class DeltaSettings(msgspec.Struct, forbid_unknown_fields=True):

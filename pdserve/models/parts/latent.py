@@ -8,6 +8,9 @@ heads is attention to that one key. Rows of many tokens take less time with expa
 DeepSeek-V3.2 (2025) attends to some tokens alone. An indexer of few, short heads scores all tokens of a context by one
 more key of each, which stands behind the first one in the cache: so it is sent, kept and given back with it.
 
+Layers of Mistral Large 4 (2026) that know no positions keep zeros in place of the part that is turned, so that one
+cache has them all, and those that have the latents of an earlier layer keep these once more.
+
 DeepSeek-V4 (2026) has one vector of a token that is the key and the value of all heads, of which a token sees those of
 a window, and beside them entries that stand for several tokens each, or for overlapping ones.
 """
@@ -30,6 +33,7 @@ from pdserve.models.recipe import (
     AttentionRecipe,
     EntriesRecipe,
     EntryIndexRecipe,
+    HeadScales,
     IndexRecipe,
     LatentRecipe,
     Norm,
@@ -47,6 +51,8 @@ class LatentAttention:
         """Takes the layer's tensors, whose names begin with ``prefix``."""
         assert recipe.latent is not None
         self._latent = latent = recipe.latent
+        self.source = latent.key_from
+        """The layer whose latents this one has, too; None if it makes its own."""
         self._indexer = None
         if latent.index is not None and not latent.index.shared:
             self._indexer = Indexer(config.hidden_size, building, latent, latent.index, prefix)
@@ -55,8 +61,8 @@ class LatentAttention:
         self._heads = heads.stop - heads.start
         order = channel_order(recipe.rotary, latent.turned)
         turned = tuple(range(latent.turned)) if order is None else order
-        key = _key(recipe, prefix, turned)
         query = _query(config, recipe, prefix, heads, turned)
+        key = None if self.source is not None else _key(recipe, prefix, turned)
         self._query_norm: LoadedNorm | None = None
         self._query_up: Linear | None = None
         if latent.query_rank:
@@ -66,7 +72,13 @@ class LatentAttention:
             self._query_up = column_parallel(building, latent.query_rank * (2 if latent.query_pair else 1), [query])
         else:
             self._inner = _side_by_side(building, config.hidden_size, query, key)
-        self._norm = load_norm(building, latent.norm, prefix + latent.key_norm, latent.rank)
+        self._norm: LoadedNorm | None = None
+        if key is not None:
+            self._norm = load_norm(building, latent.norm, prefix + latent.key_norm, latent.rank)
+        self._scales: _HeadScaling | None = None
+        if latent.head_scales is not None:
+            assert recipe.gate is None, "gates that come with queries are not multiplied"
+            self._scales = _HeadScaling(building, latent.head_scales, prefix, config.heads, heads)
         self._to_latent, self._to_key, self._to_value = _products(config, building, recipe, prefix, heads)
         self._gate, self._gates = recipe.gate, None
         if recipe.gate is not None and recipe.gate.name:
@@ -77,12 +89,16 @@ class LatentAttention:
         biased = recipe.out in recipe.biased
         self._out = RowParallel(building, prefix + recipe.out, whole, spread(heads, latent.value), biased=biased)
 
-    def __call__(self, x: torch.Tensor, tables: PositionTables, step: LatentStep) -> torch.Tensor:
-        """Maps ``x``, normalised ``[tokens, hidden_size]``, to the same shape."""
+    def __call__(
+        self, x: torch.Tensor, tables: PositionTables, step: LatentStep, given: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Maps ``x``, normalised ``[tokens, hidden_size]``, to the same shape, and to the tokens' latents.
+
+        ``given`` are those of the layer that is ``source``, ``[tokens, channels]``, if there is one.
+        """
         sizes, tokens, heads = self._latent, x.shape[0], self._heads
-        inner = self._inner(x)
-        widths = [inner.shape[1] - sizes.channels, sizes.rank, sizes.turned]
-        query, latent, shared = torch.split(inner, widths, 1)
+        inner, made = self._inner(x), 0 if given is not None else sizes.rank + sizes.turned
+        query, latent = torch.split(inner, [inner.shape[1] - made, made], 1)
         down = query
         if self._query_norm is not None and self._query_up is not None:
             down = self._query_norm(query.contiguous())
@@ -90,18 +106,16 @@ class LatentAttention:
         if sizes.query_scale != 1.0:
             query = query * sizes.query_scale
         query = query.reshape(tokens, heads, -1)
+        if self._scales is not None:
+            query = self._scales(query, tables)
         of_head = [sizes.plain, sizes.turned, query.shape[-1] - sizes.plain - sizes.turned]
         plain, turned, gates = torch.split(query, of_head, -1)
-        rotated = self._kernels.rotary(torch.cat((turned, shared.unsqueeze(1)), 1), tables.cos, tables.sin)
-        turned = rotated[:, :heads]
+        turned, latent = self._kept(turned, latent, tables) if given is None else (self._rotated(turned, tables), given)
         if tables.query_scale is not None:
             plain, turned = plain * tables.query_scale, turned * tables.query_scale
-        normed = self._norm(latent.contiguous())
-        parts = [normed if sizes.scale == 1.0 else normed * sizes.scale, rotated[:, heads]]
-        if self._indexer is not None:
-            parts.append(self._indexer.keys(x, tables))
+        key = latent if self._indexer is None else torch.cat((latent, self._indexer.keys(x, tables)), -1)
         # A layer that takes another one's choice keeps as many channels as the others.
-        key = widened(torch.cat(parts, -1), sizes.kept).view(1, tokens, 1, -1)
+        key = widened(key, sizes.kept).view(1, tokens, 1, -1)
         index = None
         if self._indexer is not None and step.sparse is not None:
             index = self._indexer.queries(x, down, tables)
@@ -114,7 +128,8 @@ class LatentAttention:
                 values[own] = self._direct(plain[own], turned[own], key[:, own], LatentStep(step.attention), None)
             for row in step.expanded:
                 query = torch.cat((plain[row.tokens], turned[row.tokens]), -1)
-                values[row.tokens] = row(self._index, query, key[:, row.tokens], self._to_key, self._to_value)
+                products = self._to_key, self._to_value
+                values[row.tokens] = row(self._index, sizes, query, key[:, row.tokens], *products)
             if step.sparse is not None and step.chosen is not None:
                 own, some = step.chosen, None if index is None else index.of(step.chosen)
                 alone = LatentStep(None, sparse=step.sparse)
@@ -122,7 +137,25 @@ class LatentAttention:
         if self._gate is not None:
             given = gates.reshape(tokens, -1) if self._gates is None else self._gates(x)
             values = gate_heads(self._kernels, given, values, self._gate.activation)
-        return self._out(values.reshape(tokens, -1))
+        return self._out(values.reshape(tokens, -1)), latent
+
+    def _kept(
+        self, turned: torch.Tensor, latent: torch.Tensor, tables: PositionTables
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the part of queries that is turned, ``[tokens, heads, turned]``, and what is kept of tokens.
+
+        ``latent`` is ``[tokens, rank + turned]`` as it is projected, and the result ``[tokens, channels]``.
+        """
+        sizes = self._latent
+        assert self._norm is not None, "a layer without latents of its own is given some"
+        latent, shared = torch.split(latent, [sizes.rank, sizes.turned], 1)
+        rotated = self._rotated(torch.cat((turned, shared.unsqueeze(1)), 1), tables)
+        normed = self._norm(latent.contiguous())
+        kept = torch.cat((normed if sizes.scale == 1.0 else normed * sizes.scale, rotated[:, -1]), -1)
+        return rotated[:, :-1], widened(kept, sizes.channels)
+
+    def _rotated(self, heads: torch.Tensor, tables: PositionTables) -> torch.Tensor:
+        return self._kernels.rotary(heads.contiguous(), tables.cos, tables.sin) if self._latent.turned else heads
 
     def _direct(
         self,
@@ -133,7 +166,7 @@ class LatentAttention:
         index: IndexQueries | None,
     ) -> torch.Tensor:
         """Returns the values of heads, ``[tokens, heads, value]``, by attention to latents of one kind."""
-        queries = torch.cat((self._to_latent(plain), turned), -1)
+        queries = widened(torch.cat((self._to_latent(plain), turned), -1), self._latent.channels)
         if step.sparse is not None:
             return self._to_value(step.sparse(self._index, queries, key, index))
         assert step.attention is not None, "a step has rows"
@@ -150,8 +183,14 @@ class Indexer:
         """Takes the tensors whose names begin with ``prefix``."""
         self._index, self._turned, self._kernels = index, latent.turned, building.kernels
         channels, heads = index.channels, index.heads
+        self._query_norm: LoadedNorm | None = None
+        if index.query_norm:
+            self._query_norm = load_norm(building, index.norm, prefix + index.query_norm, hidden_size)
         wide = Projection(prefix + index.query, heads * channels, ALL)
-        self._query = column_parallel(building, latent.query_rank, [wide])
+        self._query = column_parallel(building, hidden_size if index.query_norm else latent.query_rank, [wide])
+        self._scales: _HeadScaling | None = None
+        if index.head_scales is not None:
+            self._scales = _HeadScaling(building, index.head_scales, prefix, heads, slice(0, heads))
         self._key = column_parallel(building, hidden_size, [Projection(prefix + index.key, channels, ALL)])
         self._norm = load_norm(building, index.norm, prefix + index.key_norm, channels)
         weights = building.checkpoint.take(f"{prefix}{index.weights}.weight", (heads, hidden_size), dtype=torch.float32)
@@ -164,15 +203,33 @@ class Indexer:
 
     def queries(self, x: torch.Tensor, down: torch.Tensor, tables: PositionTables) -> IndexQueries:
         """Returns what index keys are scored by. ``down``, ``[tokens, query_rank]``, is what queries come from."""
-        query = self._query(down).view(len(x), self._index.heads, self._index.channels)
+        query = self._query(down if self._query_norm is None else self._query_norm(x))
+        query = query.view(len(x), self._index.heads, self._index.channels)
+        if self._scales is not None:
+            query = self._scales(query, tables)
         return IndexQueries(self._rotated(query, tables), self._weights(x.float()) * self._factor)
 
     def _rotated(self, heads: torch.Tensor, tables: PositionTables) -> torch.Tensor:
         """Turns the first channels of ``[tokens, heads, channels]``."""
+        if not self._turned:
+            return heads
         turned, still = heads[..., : self._turned], heads[..., self._turned :]
         if self._index.interleaved:
             turned = torch.cat((turned[..., ::2], turned[..., 1::2]), -1)
         return torch.cat((self._kernels.rotary(turned.contiguous(), tables.cos, tables.sin), still), -1)
+
+
+class _HeadScaling:
+    """Multiplies the queries of some of ``count`` heads by ``HeadScales``."""
+
+    def __init__(self, building: Building, recipe: HeadScales, prefix: str, count: int, heads: slice) -> None:
+        taken = (building.checkpoint.take(prefix + name, (count,), heads) for name in (recipe.scale, recipe.bias))
+        self._scale, self._bias = (each.view(-1, 1) for each in taken)
+
+    def __call__(self, query: torch.Tensor, tables: PositionTables) -> torch.Tensor:
+        """Maps ``[tokens, heads, channels]`` to the same shape."""
+        assert tables.logs is not None, "a model with such heads has the logarithms of positions"
+        return query * (self._scale * tables.logs + self._bias)
 
 
 def _key(recipe: AttentionRecipe, prefix: str, turned: tuple[int, ...]) -> Projection:
@@ -197,8 +254,10 @@ def _query(
     return Projection(prefix + recipe.query, config.heads * size, rows, recipe.query in recipe.biased)
 
 
-def _side_by_side(building: Building, inputs: int, first: Projection, second: Projection) -> Linear:
-    """Returns both projections as one product, unless only one of them has a bias."""
+def _side_by_side(building: Building, inputs: int, first: Projection, second: Projection | None) -> Linear:
+    """Returns both projections as one product, unless only one of them has a bias, or there is no second one."""
+    if second is None:
+        return column_parallel(building, inputs, [first])
     if first.biased == second.biased:
         return column_parallel(building, inputs, [first, second])
     return SideBySide(tuple(column_parallel(building, inputs, [each]) for each in (first, second)))

@@ -31,11 +31,13 @@ class PositionTables(NamedTuple):
     sin: torch.Tensor
     query_scale: torch.Tensor | None
     """``[positions, 1, 1]``; None if all are 1."""
+    logs: torch.Tensor | None = None
+    """``log(position + 1)``, ``[positions, 1, 1]``, if queries of heads are multiplied by ``HeadScales``."""
 
     def at(self, positions: torch.Tensor) -> PositionTables:
         """Returns the rows of these positions, ``[tokens]``."""
-        scale = self.query_scale
-        return PositionTables(self.cos[positions], self.sin[positions], None if scale is None else scale[positions])
+        scale, logs = (None if each is None else each[positions] for each in (self.query_scale, self.logs))
+        return PositionTables(self.cos[positions], self.sin[positions], scale, logs)
 
 
 def query_scales(
@@ -48,12 +50,23 @@ def query_scales(
     return (1 + scale.beta * torch.log(1 + steps)).to(device, dtype).view(-1, 1, 1)
 
 
+def position_logs(positions: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Returns ``log(position + 1)`` of each position, ``[positions, 1, 1]``."""
+    return torch.arange(1, positions + 1, dtype=torch.float32).log().to(device, dtype).view(-1, 1, 1)
+
+
 def rotary_table(
-    rotary: Rotary | None, head_dim: int, positions: int, dtype: torch.dtype, device: torch.device
+    rotary: Rotary | None,
+    head_dim: int,
+    positions: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    learned: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns ``(cos, sin)``, each ``[positions, head_dim / 2]``.
 
-    Channels that are not turned have the angle 0. Without ``rotary`` these are all.
+    Channels that are not turned have the angle 0. Without ``rotary`` these are all. Frequencies are multiplied by the
+    exponentials of ``learned``, fp32 of as many numbers as there are frequencies.
     """
     if rotary is None:
         still = torch.zeros(positions, head_dim // 2)
@@ -61,6 +74,8 @@ def rotary_table(
     inverse, factor = frequencies(rotary, head_dim, positions)
     if rotary.divisors:
         inverse = inverse / torch.tensor(rotary.divisors)
+    if learned is not None:
+        inverse = inverse * learned.to("cpu").exp()
     angles = torch.outer(torch.arange(positions, dtype=torch.float32), inverse)
     cos, sin = angles.cos() * factor, angles.sin() * factor
     still_channels = head_dim // 2 - len(inverse)

@@ -214,7 +214,13 @@ INDEX = IndexRecipe(count=2048, heads=64, channels=128, interleaved=False)
 
 
 def wide_latents(latent: LatentRecipe | None) -> LatentRecipe | None:
-    return latent and (LATENT if latent.index is None else replace(LATENT, index=INDEX))
+    if latent is None or latent.index is None:
+        return latent and LATENT
+    if latent.head_scales is None:
+        return replace(LATENT, index=INDEX)
+    index = replace(latent.index, count=INDEX.count, heads=32, channels=128)
+    still = 64 if latent.still else 0
+    return replace(latent, rank=512, plain=64 + still, turned=64 - still, still=still, value=128, index=index)
 
 
 def wide_mixer(mixer: MixerRecipe) -> MixerRecipe:
@@ -355,6 +361,10 @@ SIZES: dict[str, tuple[str, dict[str, Any]]] = {
         "deepseek-v32",
         {"hidden_size": 7168, "intermediate_size": 18_432, "heads": 128, "kv_heads": 1, "head_dim": 704},
     ),
+    "latents that others have": (
+        "mistral-large4",
+        {"hidden_size": 6144, "intermediate_size": 24_576, "heads": 64, "kv_heads": 1, "head_dim": 704},
+    ),
     "latents": (
         "youtu",
         {"hidden_size": 2048, "intermediate_size": 6144, "heads": 16, "kv_heads": 1, "head_dim": 576},
@@ -370,6 +380,7 @@ EXPERTS = {
     "groups 110B": (1408, 1408),
     "latents 671B": (2048, 2048),
     "latents that are chosen": (2048, 2048),
+    "latents that others have": (6144, 6144),
     "narrow experts": (512, 1024),
     "weighed inputs": (8192, 8192),
 }

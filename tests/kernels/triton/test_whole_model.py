@@ -155,6 +155,7 @@ MORE = (
     "llama",
     "llama4",
     "mimo",
+    "mistral-large4",
     "qwen3",
     "qwen3-5",
     "phimoe",
@@ -162,7 +163,7 @@ MORE = (
     "gemma4-shared",
     "qwen3-next",
 )
-CAPTURED = ("deepseek-v32", "glm-moe-dsa", "llama", "gemma3", "gemma4-shared", "qwen3-5", "qwen3-moe")
+CAPTURED = ("deepseek-v32", "glm-moe-dsa", "llama", "gemma3", "gemma4-shared", "mistral-large4", "qwen3-5", "qwen3-moe")
 """In every run, other tests here capture a Llama, and latents and experts."""
 DRAFTING = ("deepseek-v3",)
 """Experts, and a layer that drafts with latents."""
