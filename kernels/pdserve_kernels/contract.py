@@ -362,12 +362,20 @@ class SparseAttention(Protocol):
     A token's result does not depend on the other tokens of the step, as far as that of ``Attention`` does not.
     """
 
-    def __call__(self, layer: int, query: torch.Tensor, key: torch.Tensor, index: IndexQueries | None) -> torch.Tensor:
+    def __call__(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        index: IndexQueries | None,
+        *,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Stores the new keys, then attends to those of each token's context that ``index`` chooses.
 
         Without ``index``, these are the tokens that the last layer with one has chosen. ``query`` is ``[tokens, heads,
         first]``, and ``key`` is ``[1, tokens, 1, head_dim]`` with the values and the index keys in it. The result is
-        ``[tokens, heads, value_dim]``.
+        ``[tokens, heads, value_dim]``. ``sinks`` are those of ``Attention``.
         """
 
 

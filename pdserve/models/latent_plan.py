@@ -168,12 +168,13 @@ class ExpandedRow:
         key: torch.Tensor,
         to_key: HeadLinear,
         to_value: HeadLinear,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Stores the row's new keys, ``[1, new_tokens, 1, channels]``, and attends to the whole context.
 
         ``latent`` is that of the layer, whose heads have as many channels as any other's. ``query`` is ``[new_tokens,
         heads, plain + turned]``; ``to_key`` leads from a latent to a head's part of the key that is not turned, and
-        ``to_value`` to its value. Returns ``[new_tokens, heads, value]``.
+        ``to_value`` to its value. ``sinks`` are those of ``Attention``. Returns ``[new_tokens, heads, value]``.
         """
         context = self._context
         self._write(layer, key)
@@ -189,7 +190,8 @@ class ExpandedRow:
         for some in self._some_heads():
             keys[..., : latent.plain] = to_key.of_one(latents, some).transpose(0, 1)
             values[..., : latent.value] = to_value.of_one(latents, some).transpose(0, 1)
-            attended = self._attention(0, query[:, some].contiguous(), None)
+            beside = None if sinks is None else sinks[some]
+            attended = self._attention(0, query[:, some].contiguous(), None, sinks=beside)
             out.append(attended[..., : latent.value])
         return out[0] if len(out) == 1 else torch.cat(out, 1)
 

@@ -169,6 +169,8 @@ class IndexRecipe:
     """The channels of a key, and of each head's query. The first of them are turned, as many as the attention's."""
     interleaved: bool
     """Whether neighbouring channels are turned against each other, and not the halves."""
+    turns_last: bool = False
+    """Whether the last channels are turned, and not the first."""
     shared: bool = False
     """Whether the layer takes what the layer before it has chosen, and has no tensors of its own."""
     norm: Norm = Norm(1e-6, NormKind.LAYER, biased=True)
@@ -830,11 +832,15 @@ class StreamsRecipe:
 
     count: int
     iterations: int
-    """How often rows and columns are scaled."""
+    """How often rows and columns are scaled. With 0, there is no such matrix, and each stream stays as it is."""
     eps: float
-    """What is added to sums by which is divided."""
+    """What is added to sums by which is divided, and to the weights of the first sum."""
     norm: Norm
     """That of all streams of a token. It has no weights."""
+    magnitude: float = 2.0
+    """The largest weight with which an output is added."""
+    output_eps: float = 0.0
+    """What is added to such weights."""
     mix: str = "hc_attn"
     """What the names of the tensors begin with, within the layer: for the part that mixes tokens."""
     feed: str = "hc_ffn"
@@ -945,6 +951,8 @@ class ModelRecipe:
     last_norm: str = "model.norm"
     head: str = "lm_head"
     head_biased: bool = False
+    precise_head: bool = False
+    """Whether a head that is not tied computes in fp32 whatever the numbers of the model."""
     logits_scale: float = 1.0
     logits_cap: float | None = None
     """Logits ``x`` become ``cap * tanh(x / cap)``."""

@@ -30,11 +30,14 @@ class SparseStep:
     key: torch.Tensor
     index: IndexQueries
     scale: float
+    sinks: torch.Tensor | None = None
+    """Those of all layers but the second."""
 
     def on(self, device: torch.device) -> SparseStep:
         index = IndexQueries(self.index.query.to(device), self.index.weights.to(device))
         parts = (self.cache.to(device), self.query.to(device), self.key.to(device))
-        return SparseStep(self.layout, self.form, self.rows, *parts, index, self.scale)
+        sinks = None if self.sinks is None else self.sinks.to(device)
+        return SparseStep(self.layout, self.form, self.rows, *parts, index, self.scale, sinks)
 
     def indexed(self, layer: int) -> bool:
         """Returns whether a layer chooses. The second one takes what the first one has chosen."""
@@ -44,7 +47,15 @@ class SparseStep:
         """Returns the attention of all layers, ``[layers, tokens, heads, value_dim]``, and writes ``cache``."""
         attend = kernels.plan_sparse(self.layout, cache, self.rows, self.query.shape[1], self.scale, self.form)
         given = [self.index if self.indexed(layer) else None for layer in range(self.layout.num_layers)]
-        return torch.stack([attend(layer, self.query, self.key, index) for layer, index in enumerate(given)])
+        return torch.stack(
+            [
+                attend(layer, self.query, self.key, index, sinks=self.sinks_of(layer))
+                for layer, index in enumerate(given)
+            ]
+        )
+
+    def sinks_of(self, layer: int) -> torch.Tensor | None:
+        return None if layer == 1 else self.sinks
 
     def of(self, tokens: Sequence[int]) -> SparseStep:
         """Returns a step of some tokens, each a row of its own."""
@@ -56,11 +67,18 @@ class SparseStep:
         place = torch.tensor(tokens)
         given = (self.query[place], self.key[:, place], self.index.of(place))
         rows = [each[token] for token in tokens]
-        return SparseStep(self.layout, self.form, rows, self.cache, *given, self.scale)
+        return SparseStep(self.layout, self.form, rows, self.cache, *given, self.scale, self.sinks)
 
 
 def random_step(
-    layout: KvLayout, rows: Sequence[AttentionRow], heads: int, count: int, blocks: int, channels: int
+    layout: KvLayout,
+    rows: Sequence[AttentionRow],
+    heads: int,
+    count: int,
+    blocks: int,
+    channels: int,
+    *,
+    sinks: bool = False,
 ) -> SparseStep:
     """Returns a step in which each token attends to ``count``. The last ``channels`` of a key are its index key."""
     form = SparseForm(count, layout.head_dim - channels)
@@ -75,7 +93,8 @@ def random_step(
     query = torch.randn(tokens, heads, form.first).to(dtype)
     chosen_by = torch.randint(-2, 3, (tokens, INDEX_HEADS, channels)).to(dtype)
     weights = torch.randint(-2, 4, (tokens, INDEX_HEADS)).float()
-    return SparseStep(layout, form, rows, cache, query, key, IndexQueries(chosen_by, weights), form.first**-0.5)
+    beside = torch.randn(heads) if sinks else None
+    return SparseStep(layout, form, rows, cache, query, key, IndexQueries(chosen_by, weights), form.first**-0.5, beside)
 
 
 def defined(step: SparseStep) -> tuple[torch.Tensor, torch.Tensor]:
@@ -100,7 +119,10 @@ def defined(step: SparseStep) -> tuple[torch.Tensor, torch.Tensor]:
                     scores = reference.index_scores(step.index.query[token], step.index.weights[token], keys)
                     taken[token] = reference.chosen(scores, form.count)
                 found = whole[taken[token]].float()
-                weights = (step.query[token].float() @ found[:, : form.first].T * step.scale).softmax(-1)
-                out[layer, token] = weights @ found[:, : layout.value_dim]
+                scores = step.query[token].float() @ found[:, : form.first].T * step.scale
+                sinks = step.sinks_of(layer)
+                if sinks is not None:
+                    scores = torch.cat((scores, sinks.unsqueeze(1)), 1)
+                out[layer, token] = scores.softmax(-1)[:, : len(found)] @ found[:, : layout.value_dim]
                 token += 1
     return out, cache

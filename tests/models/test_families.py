@@ -208,6 +208,28 @@ def test_a_kimi_linear_may_have_the_names_of_its_release(tmp_path: Path) -> None
     torch.testing.assert_close(small_runner(folder).run(row), wanted, rtol=1e-4, atol=1e-4)
 
 
+def test_a_hy4_may_have_other_names(tmp_path: Path) -> None:
+    """transformers reads several names, and writes one of them."""
+    folder = save_tiny("hy4", tmp_path)
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    renamed = (
+        ("hc_pre.hc_head.", "hc_head."),
+        ("hc_pre.hc_attn_layer.", "hc_attn_layer.hc_pre."),
+        ("hc_pre.hc_mlp_layer.hc_", "ffn_hc."),
+        ("linear_gate", "gate_proj"),
+    )
+    names = {}
+    for name in tensors:
+        found = [name.replace(stored, other) for stored, other in renamed if stored in name]
+        names[name] = found[0] if found else name
+    assert sum(name != other for name, other in names.items()) == 3 + 2 * 3 * 3 + 3 + 3
+    row = [StepRow(PROMPT, 0, range(16), True)]
+    wanted = small_runner(folder).run(row).clone()
+    save_file({names[name]: tensor for name, tensor in tensors.items()} | {"model.mtp_layers.0.x": torch.ones(1)}, file)
+    assert torch.equal(small_runner(folder).run(row), wanted)
+
+
 def test_every_family_has_a_case() -> None:
     assert not families_without_a_case()
 

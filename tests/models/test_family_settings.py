@@ -411,6 +411,7 @@ WITHOUT_EFFECT = {
     *("num_nextn_predict_layers", "mtp_layers_block_type"),  # layers that guess further tokens
     *("mtp_layer_types", "mtp_mlp_layer_types"),  # as well
     *("expand", "n_shared_experts", "moe_shared_expert_overlap"),  # read by nothing
+    "learnable_sink_init",  # what sinks are before training
     *("linear_a_log_min", "linear_a_log_max", "linear_dt_min", "linear_dt_max", "linear_dt_init_floor"),  # for training
     "residual_in_fp32",  # the residual has the numbers of the weights
     "num_logits_to_keep",  # for transformers' own loop

@@ -32,7 +32,7 @@ def logits_of(runner: ModelRunner) -> torch.Tensor:
     return torch.cat(pieces)
 
 
-@pytest.mark.parametrize("case", ["deepseek-v3", "minicpm3"])
+@pytest.mark.parametrize("case", ["deepseek-v3", "hy4-yarn", "minicpm3"])
 def test_expanded_contexts_give_the_logits_of_latents(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:

@@ -30,6 +30,8 @@ def test_rows_say_what_families_are_made_of() -> None:
     entries = "entries for 4 tokens, of which an indexer chooses some, in 20 of 43 layers, entries for 128 tokens in 23"
     assert entries in family("deepseek_v4").attention
     assert family("deepseek_v4").norms.endswith("4 residuals")
+    assert family("hy_v4").attention == "latents, of which an indexer chooses some, gated heads, sinks"
+    assert family("hy_v4").norms.endswith("4 residuals")
     assert family("deepseek_v32").attention == "latents, of which an indexer chooses some"
 
 

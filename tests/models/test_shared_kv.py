@@ -297,6 +297,7 @@ def test_mixing_keeps_the_sum_of_residuals() -> None:
     connection = Connection(hidden, Building(checkpoint, TorchKernels(), ALONE), recipe, "x")
     streams = torch.randn(5, count, hidden)
     _, spread, mixed = connection.opened(streams)
+    assert mixed is not None
     torch.testing.assert_close(mixed.sum(1), torch.ones(5, count), rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(mixed.sum(2), torch.ones(5, count), rtol=1e-4, atol=1e-4)
     nothing = connection.closed(streams, torch.zeros(5, hidden), spread, mixed)

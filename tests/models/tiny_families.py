@@ -147,6 +147,7 @@ V4["layer_types"] = [SLIDING, *(f"{kind}_attention" for kind in ("heavily_compre
 V4["mlp_layer_types"] = ["hash_moe", "moe", "hash_moe", "moe"]
 V4["compress_rates"] = {"compressed_sparse_attention": 4, "heavily_compressed_attention": 7}
 """Entries for as many tokens as a block has, and for a number that blocks do not divide."""
+HY4: dict[str, Any] = INDEXED | {"hc_mult": 3, "hc_magnitude": 1.6, "hc_eps": 0.05}
 AXK2: dict[str, Any] = INDEXED | {"gated_norm_rank": 5, "rope_parameters": {"rope_type": "default"}}
 KIMI: dict[str, Any] = LATENTS | EXPERTS | {"q_lora_rank": None, "moe_intermediate_size": 24, "layer_types": STATES}
 KIMI |= {"linear_num_heads": 4, "linear_head_dim": 12, "linear_conv_kernel_dim": 3}
@@ -321,6 +322,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "axk1": ("axk1", MLA | {"n_group": 2, "topk_group": 1}),
     "axk2": ("axk2", AXK2),
     "axk2-dense": ("axk2", AXK2 | {"mlp_layer_types": ["dense"] * 3, "attention_bias": True, "index_topk": 100}),
+    "hy4": ("hy_v4", HY4 | {"n_group": 4, "topk_group": 2}),
+    "hy4-yarn": (
+        "hy_v4",
+        HY4
+        | {"rope_parameters": DEEP_YARN, "attention_bias": True, "indexer_types": ["full", "shared", "full"]}
+        | {"mlp_layer_types": ["sparse", "dense", "sparse"], "n_shared_experts": 2, "norm_topk_prob": False}
+        | {"index_topk": 100, "hc_mult": 2},
+    ),
     "sarvam-mla": ("sarvam_mla", MLA | {"q_lora_rank": None}),
     "deepseek-v4": ("deepseek_v4", V4),
     "deepseek-v4-yarn": (

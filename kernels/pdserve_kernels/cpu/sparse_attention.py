@@ -79,18 +79,34 @@ class GatheredAttention:
             self._tokens = layout.tokens(cache)
         self._chosen: Ids | None = None
 
-    def __call__(self, layer: int, query: torch.Tensor, key: torch.Tensor, index: IndexQueries | None) -> torch.Tensor:
+    def __call__(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        index: IndexQueries | None,
+        *,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """See ``contract.SparseAttention``."""
         layout, first = self._layout, layer * self._layout.block_size
         if layout.fp8:
-            return self._in_fp8(layer, query, key, index)
+            return self._in_fp8(layer, query, key, index, sinks)
         self._tokens[first:].index_copy_(0, self._new, key.reshape(-1, layout.head_dim))
         if index is not None:
             self._chosen = self._choose(self._tokens[first:], self._contexts, index, self._form)
         rows = self._tokens.view(-1, 1, 1, 1, 1, layout.head_dim)
-        return self._attend(F.pad(query, (0, layout.head_dim - self._form.first)), rows, self._known + np.int32(first))
+        query = F.pad(query, (0, layout.head_dim - self._form.first))
+        return self._attend(query, rows, self._known + np.int32(first), sinks)
 
-    def _in_fp8(self, layer: int, query: torch.Tensor, key: torch.Tensor, index: IndexQueries | None) -> torch.Tensor:
+    def _in_fp8(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        index: IndexQueries | None,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
         """Copies the rows that any token attends to: in the cache, an exponent does not lie beside its numbers."""
         first, rows = self._form.first, self._contexts.rows
         new, at = self._places(layer, self._contexts.newest), self._places(layer, rows)
@@ -104,7 +120,7 @@ class GatheredAttention:
         at = self._places(layer, rows[attended])
         packed = torch.cat((self._numbers[..., :first][at], self._exponents[at].unsqueeze(1)), 1)
         ids = attended.cumsum(dtype=np.int32) - np.int32(1)
-        return self._attend(query, packed.view(-1, 1, 1, 1, first + 1), ids[self._known])
+        return self._attend(query, packed.view(-1, 1, 1, 1, first + 1), ids[self._known], sinks)
 
     def _places(self, layer: int, rows: Ids) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the tiles of these rows of layer 0 in ``layer``, and where they lie in these."""
@@ -117,11 +133,11 @@ class GatheredAttention:
             raise ValueError("no layer before this one has chosen tokens")
         return self._chosen
 
-    def _attend(self, query: torch.Tensor, rows: torch.Tensor, chosen: Ids) -> torch.Tensor:
+    def _attend(self, query: torch.Tensor, rows: torch.Tensor, chosen: Ids, sinks: torch.Tensor | None) -> torch.Tensor:
         """Attends to ``rows``, each a block of one token, of which each token has its ``chosen`` ones."""
         counts = np.minimum(self._contexts.lengths, self._form.count).tolist()
         found = [AttentionRow(1, count, ids[:count]) for count, ids in zip(counts, chosen, strict=True)]
-        return self._plan(self._one, rows, found, self._heads, self._scale)(0, query, None)
+        return self._plan(self._one, rows, found, self._heads, self._scale)(0, query, None, sinks=sinks)
 
 
 def contexts_of(rows: Sequence[AttentionRow], layout: KvLayout) -> Contexts:

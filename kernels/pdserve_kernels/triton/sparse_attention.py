@@ -207,7 +207,15 @@ class TritonSparseAttention:
         self._splits = decode_splits(len(slots), programs_of_heads(layout, heads)[0], form.count, processors)
         self._chosen: DecodeTables | None = None
 
-    def __call__(self, layer: int, query: torch.Tensor, key: torch.Tensor, index: IndexQueries | None) -> torch.Tensor:
+    def __call__(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        index: IndexQueries | None,
+        *,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """See ``contract.SparseAttention``."""
         layout, form, count = self._layout, self._form, len(query)
         kv_write(self._cache, layout, layer, self._slots, key[0], key[0])
@@ -229,7 +237,7 @@ class TritonSparseAttention:
             None,
             None,
             False,
-            None,
+            sinks,
             self._splits,
             out,
             chosen=True,

@@ -95,6 +95,8 @@ def workspace_bytes(
         beside += choosing_bytes(decoder.latent, max(rows, tokens), decoder.max_positions)
         beside += _latent_weights(decoder, decoder.latent, ranks) * dtype.itemsize
     if isinstance(decoder, FamilyConfig):
+        if decoder.recipe.precise_head and not decoder.recipe.tied:
+            beside += decoder.vocab_size * decoder.hidden_size * (_FP32_BYTES - dtype.itemsize) // ranks
         beside += _gathering_bytes(decoder, dtype, ranks, rows, max(rows, tokens))
     return LIBRARY_BYTES + recorded + step_bytes(decoder, dtype, ranks, tokens, rows) + drafting + beside
 

@@ -42,6 +42,7 @@ from pdserve.models.recipe import (
     MlpRecipe,
     ModelRecipe,
     Norm,
+    NormKind,
     NormOrder,
     Rotary,
     SharedKvRecipe,
@@ -79,6 +80,18 @@ KIMI_CONSTANTS = {
 """The only values of these settings of a Kimi Linear that are computed."""
 LARGE4_PARTS = ("vision_encoder.", "patch_merger.", "pre_mm_projector_norm.", "vision_language_adapter.", "mtp_dspark.")
 """What names begin with of tensors of a Mistral Large 4's other parts."""
+HY4_NAMES = (
+    *(
+        (stored, own)
+        for part, own in (("hc_attn_layer", "hc_attn_"), ("hc_mlp_layer", "hc_ffn_"))
+        for stored in (f"hc_pre.{part}.hc_", f"{part}.hc_pre.hc_", f"{part}.hc_")
+    ),
+    ("attn_hc.", "hc_attn_"),
+    ("ffn_hc.", "hc_ffn_"),
+    ("self_attn.learnable_sink_param", "self_attn.sinks"),
+    *((f"{part}.linear_gate.", f"{part}.gate_proj.") for part in ("self_attn", "mlp", "mlp.shared_experts")),
+)
+"""What tensors of a Hy 4's layer are called in its files, as transformers reads them, and in its recipe."""
 METHODS = ("greedy", "group_limited_greedy")
 """How a DeepSeek V2 chooses experts: from all, or from some groups of them."""
 
@@ -456,11 +469,7 @@ class GlmMoeDsaSettings(DeepseekV32Settings, kw_only=True):
 
     def check(self) -> None:
         super().check()
-        sources = self.sources()
-        if len(sources) != self.num_hidden_layers or not set(sources) <= {OWN, SHARED} or sources[0] != OWN:
-            raise ModelError(
-                f"indexer_types must be {OWN!r} or {SHARED!r} for each of the layers, and {OWN!r} for the first one"
-            )
+        check_sources(self.sources(), self.num_hidden_layers)
 
     def sources(self) -> list[str]:
         """Returns for each layer whether it chooses tokens itself, or takes those of the layer before it."""
@@ -480,6 +489,83 @@ class GlmMoeDsaSettings(DeepseekV32Settings, kw_only=True):
         # The first layer has an indexer of its own, as the one that drafts has.
         attention = whole.layers[0].attention
         return replace(whole, draft=replace(whole.draft, layer=replace(whole.draft.layer, attention=attention)))
+
+
+class Hy4Settings(DeepseekV32Settings, kw_only=True):
+    """Tencent's Hy 4: DeepSeek V3.2's attention with gated heads and sinks, and several residuals, which are not mixed.
+
+    A layer may take what a layer before it has chosen. Halves of turned channels are turned against each other, and the
+    indexer's are the last of a head.
+    """
+
+    models: ClassVar[str] = "Hy 4 Preview"
+    vocab_size: Count = 120_832
+    hidden_size: Count = 2816
+    intermediate_size: Count = 6912
+    num_hidden_layers: Count = 34
+    num_attention_heads: Count = 32
+    max_position_embeddings: Count = 262_144
+    rms_norm_eps: float = 1e-5
+    eos_token_id: int | list[int] | None = 120_025
+    moe_intermediate_size: Count = 768
+    routed_scaling_factor: float = 2.827
+    qk_nope_head_dim: Count = 192
+    v_head_dim: Count = 256
+    n_group: Count = 1
+    topk_group: Count = 1
+    first_k_dense_replace: int = 1
+    index_n_heads: Count = 16
+    indexer_types: list[str] | None = None
+    hc_mult: Count = 4
+    hc_magnitude: float = 2.0
+    hc_eps: float = 1e-6
+    swiglu_limit: float = LIMITED_AT
+
+    def check(self) -> None:
+        super().check()
+        check_sources(self.sources(), self.num_hidden_layers)
+        if self.swiglu_limit != LIMITED_AT:
+            raise ModelError(f"swiglu_limit {self.swiglu_limit!r} is not supported; supported: {LIMITED_AT!r}")
+        if self.first_k_dense_replace != 1 and self.mlp_layer_types is None:
+            raise ModelError(f"first_k_dense_replace {self.first_k_dense_replace} is not supported; supported: 1")
+
+    def rotary(self) -> Rotary:
+        return replace(super().rotary(), interleaved=False)
+
+    def sources(self) -> list[str]:
+        """Returns for each layer whether it chooses tokens itself, or takes those of the layer before it."""
+        usual = [OWN if index == 0 or index % 4 == 1 else SHARED for index in range(self.num_hidden_layers)]
+        return usual if self.indexer_types is None else self.indexer_types
+
+    def index(self, index: int) -> IndexRecipe:
+        norm = Norm(self.rms_norm_eps, NormKind.LAYER, biased=True)
+        return replace(super().index(index), turns_last=True, norm=norm, shared=self.sources()[index] == SHARED)
+
+    def attention(self, index: int) -> AttentionRecipe:
+        return replace(super().attention(index), gate=GateRecipe("self_attn.gate_proj"), sinks="self_attn.sinks")
+
+    def feed_forward(self, index: int) -> FeedForwardRecipe:
+        part = super().feed_forward(index)
+        if not isinstance(part, ExpertsRecipe):
+            return part
+        part = in_one_tensor(part)
+        return replace(part, expert=replace(part.expert, activation=Activation.LIMITED_SILU))
+
+    def layer(self, index: int) -> LayerRecipe:
+        streams = StreamsRecipe(
+            self.hc_mult, 0, self.hc_eps, self.norm(), magnitude=self.hc_magnitude, output_eps=self.hc_eps
+        )
+        return replace(super().layer(index), streams=streams)
+
+    def recipe(self) -> ModelRecipe:
+        renamed = [(f"model.{name}", "model.hc_head.hc_") for name in ("hc_pre.hc_head.hc_head_", "hc_head.hc_head_")]
+        renamed += [
+            (f"model.layers.{index}.{stored}", f"model.layers.{index}.{own}")
+            for index in range(self.num_hidden_layers)
+            for stored, own in HY4_NAMES
+        ]
+        whole = replace(super().recipe(), precise_head=True, draft=None)
+        return replace(whole, renamed=tuple(renamed), unused=("model.mtp_layers.",))
 
 
 class AxK1Settings(Glm4MoeLiteSettings, kw_only=True):
@@ -1273,6 +1359,14 @@ def _check_routing(given: str, known: str, every: int) -> None:
 def first_dense(dense: int, layers: int) -> list[str]:
     """Returns the kinds of so many layers, of which the first ``dense`` have no experts."""
     return [DENSE if index < dense else SPARSE for index in range(layers)]
+
+
+def check_sources(sources: Sequence[str], layers: int) -> None:
+    """Raises ModelError unless each layer has an indexer of its own, or that of a layer before it."""
+    if len(sources) != layers or not set(sources) <= {OWN, SHARED} or sources[0] != OWN:
+        raise ModelError(
+            f"indexer_types must be {OWN!r} or {SHARED!r} for each of the layers, and {OWN!r} for the first one"
+        )
 
 
 def check_kinds(kinds: Sequence[str], layers: int, one: str = DENSE, other: str = SPARSE) -> None:

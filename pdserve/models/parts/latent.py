@@ -82,9 +82,12 @@ class LatentAttention:
         self._to_latent, self._to_key, self._to_value = _products(config, building, recipe, prefix, heads)
         self._gate, self._gates = recipe.gate, None
         if recipe.gate is not None and recipe.gate.name:
-            assert recipe.gate.one, "a projection gives heads of latents one gate each"
-            gates = Projection(prefix + recipe.gate.name, config.heads, heads)
+            each = 1 if recipe.gate.one else latent.value
+            gates = Projection(prefix + recipe.gate.name, config.heads * each, spread(heads, each))
             self._gates = column_parallel(building, config.hidden_size, [gates])
+        self._sinks: torch.Tensor | None = None
+        if recipe.sinks:
+            self._sinks = building.checkpoint.take(prefix + recipe.sinks, (config.heads,), heads, dtype=torch.float32)
         whole = (config.hidden_size, config.heads * latent.value)
         biased = recipe.out in recipe.biased
         self._out = RowParallel(building, prefix + recipe.out, whole, spread(heads, latent.value), biased=biased)
@@ -129,7 +132,7 @@ class LatentAttention:
             for row in step.expanded:
                 query = torch.cat((plain[row.tokens], turned[row.tokens]), -1)
                 products = self._to_key, self._to_value
-                values[row.tokens] = row(self._index, sizes, query, key[:, row.tokens], *products)
+                values[row.tokens] = row(self._index, sizes, query, key[:, row.tokens], *products, self._sinks)
             if step.sparse is not None and step.chosen is not None:
                 own, some = step.chosen, None if index is None else index.of(step.chosen)
                 alone = LatentStep(None, sparse=step.sparse)
@@ -168,10 +171,10 @@ class LatentAttention:
         """Returns the values of heads, ``[tokens, heads, value]``, by attention to latents of one kind."""
         queries = widened(torch.cat((self._to_latent(plain), turned), -1), self._latent.channels)
         if step.sparse is not None:
-            return self._to_value(step.sparse(self._index, queries, key, index))
+            return self._to_value(step.sparse(self._index, queries, key, index, sinks=self._sinks))
         assert step.attention is not None, "a step has rows"
         # Queries have no part for index keys.
-        return self._to_value(step.attention(self._index, widened(queries, key.shape[-1]), key))
+        return self._to_value(step.attention(self._index, widened(queries, key.shape[-1]), key, sinks=self._sinks))
 
 
 class Indexer:
@@ -210,13 +213,17 @@ class Indexer:
         return IndexQueries(self._rotated(query, tables), self._weights(x.float()) * self._factor)
 
     def _rotated(self, heads: torch.Tensor, tables: PositionTables) -> torch.Tensor:
-        """Turns the first channels of ``[tokens, heads, channels]``."""
+        """Turns some channels of ``[tokens, heads, channels]``."""
         if not self._turned:
             return heads
-        turned, still = heads[..., : self._turned], heads[..., self._turned :]
+        if self._index.turns_last:
+            still, turned = heads[..., : -self._turned], heads[..., -self._turned :]
+        else:
+            turned, still = heads[..., : self._turned], heads[..., self._turned :]
         if self._index.interleaved:
             turned = torch.cat((turned[..., ::2], turned[..., 1::2]), -1)
-        return torch.cat((self._kernels.rotary(turned.contiguous(), tables.cos, tables.sin), still), -1)
+        turned = self._kernels.rotary(turned.contiguous(), tables.cos, tables.sin)
+        return torch.cat((still, turned) if self._index.turns_last else (turned, still), -1)
 
 
 class _HeadScaling:

@@ -108,7 +108,8 @@ class StreamSum:
             return building.checkpoint.take(f"{name}_{end}", shape, dtype=torch.float32)
 
         self._product = building.kernels.linear(taken("fn", outputs, self._width))
-        self._base, self._scale = taken("base", outputs), taken("scale", 3 if further else 1)
+        kinds = 1 + bool(further) + (further > recipe.count)
+        self._base, self._scale = taken("base", outputs), taken("scale", kinds)
 
     def __call__(self, streams: torch.Tensor) -> torch.Tensor:
         """Maps ``[tokens, count, hidden_size]`` to ``[tokens, hidden_size]``."""
@@ -133,29 +134,41 @@ class Connection(StreamSum):
 
     def __init__(self, hidden_size: int, building: Building, recipe: StreamsRecipe, name: str) -> None:
         """Takes the tensors whose names begin with ``name``."""
-        super().__init__(hidden_size, building, recipe, name, recipe.count * (1 + recipe.count))
+        further = recipe.count * (1 + recipe.count) if recipe.iterations else recipe.count
+        super().__init__(hidden_size, building, recipe, name, further)
 
-    def opened(self, streams: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def opened(self, streams: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Maps ``[tokens, count, hidden_size]`` to the part's input, ``[tokens, hidden_size]``, and to two weights.
 
-        With these, fp32 ``[tokens, count]`` and ``[tokens, count, count]``, ``closed`` adds the output.
+        With these, fp32 ``[tokens, count]`` and ``[tokens, count, count]``, ``closed`` adds the output. The second is
+        None if streams are not mixed.
         """
-        count, eps = self._recipe.count, self._recipe.eps
+        recipe, count = self._recipe, self._recipe.count
         numbers = self._numbers(streams)
         spread = numbers[:, count : 2 * count] * self._scale[1] + self._base[count : 2 * count]
-        mixed = numbers[:, 2 * count :] * self._scale[2] + self._base[2 * count :]
+        spread = recipe.magnitude * self._sigmoid(spread) + recipe.output_eps
+        mixed = self._mixed(numbers[:, 2 * count :]) if recipe.iterations else None
+        return self._summed(streams, numbers), spread, mixed
+
+    def _mixed(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Returns the matrix by which streams are mixed, ``[tokens, count, count]``."""
+        count, eps = self._recipe.count, self._recipe.eps
+        mixed = numbers * self._scale[2] + self._base[2 * count :]
         mixed = torch.softmax(mixed.view(-1, count, count), -1) + eps
         mixed = mixed / (mixed.sum(-2, keepdim=True) + eps)
         for _ in range(self._recipe.iterations - 1):
             mixed = mixed / (mixed.sum(-1, keepdim=True) + eps)
             mixed = mixed / (mixed.sum(-2, keepdim=True) + eps)
-        return self._summed(streams, numbers), 2 * self._sigmoid(spread), mixed
+        return mixed
 
     @staticmethod
-    def closed(streams: torch.Tensor, output: torch.Tensor, spread: torch.Tensor, mixed: torch.Tensor) -> torch.Tensor:
+    def closed(
+        streams: torch.Tensor, output: torch.Tensor, spread: torch.Tensor, mixed: torch.Tensor | None
+    ) -> torch.Tensor:
         """Returns the streams, mixed, with the part's output, ``[tokens, hidden_size]``, in each of them."""
         own = spread.unsqueeze(-1) * output.unsqueeze(1)
-        return (own + _weighted(mixed, streams.unsqueeze(2))).to(streams.dtype)
+        others = streams if mixed is None else _weighted(mixed, streams.unsqueeze(2))
+        return (own + others).to(streams.dtype)
 
 
 def _weighted(weights: torch.Tensor, streams: torch.Tensor) -> torch.Tensor:

@@ -37,10 +37,20 @@ class VocabParallelHead:
     """The head. Each rank computes the logits of a part of the vocabulary, and rank 0 gets all of them."""
 
     def __init__(
-        self, tp: TpGroup, linear: Linear, vocab_size: int, scale: float = 1.0, cap: float | None = None
+        self,
+        tp: TpGroup,
+        linear: Linear,
+        vocab_size: int,
+        scale: float = 1.0,
+        cap: float | None = None,
+        *,
+        precise: bool = False,
     ) -> None:
-        """Takes the product with this rank's rows of the weight. ``ModelRecipe`` explains ``scale`` and ``cap``."""
-        self._scale, self._cap = scale, cap
+        """Takes the product with this rank's rows of the weight, which is in fp32 if it is ``precise``.
+
+        ``ModelRecipe`` explains ``scale`` and ``cap``.
+        """
+        self._scale, self._cap, self._precise = scale, cap, precise
         self._tp, self._vocab_size = tp, vocab_size
         mine = vocab_share(tp, vocab_size)
         self._padding = vocab_part(tp, vocab_size) - (mine.stop - mine.start)
@@ -48,7 +58,7 @@ class VocabParallelHead:
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """Maps ``[rows, hidden_size]`` to fp32 ``[rows, vocab_size]``, on ranks other than 0 to ``[rows, 0]``."""
-        part = self._linear(hidden)
+        part = self._linear(hidden.float() if self._precise else hidden)
         if self._padding:
             part = F.pad(part, (0, self._padding))
         logits = self._tp.gather(part)[:, : self._vocab_size].float()
@@ -68,11 +78,15 @@ def vocab_parallel_head(
     """
     name, part = f"{recipe.head}.weight", vocab_share(building.tp, shape[0])
     bias = building.checkpoint.take(f"{recipe.head}.bias", shape[:1], rows=part) if recipe.head_biased else None
-    if not recipe.tied:
+    precise = recipe.precise_head and not recipe.tied
+    if precise:
+        weight = building.checkpoint.take(name, shape, rows=part, dtype=torch.float32)
+        linear: Linear = building.kernels.linear(weight, bias)
+    elif not recipe.tied:
         linear = building.linear(building.weight(name, shape, rows=part), bias)
     else:
         linear = _tied_head(building, embedding, building.checkpoint.take_optional(name, shape, rows=part), bias)
-    return VocabParallelHead(building.tp, linear, shape[0], recipe.logits_scale, recipe.logits_cap)
+    return VocabParallelHead(building.tp, linear, shape[0], recipe.logits_scale, recipe.logits_cap, precise=precise)
 
 
 def _tied_head(

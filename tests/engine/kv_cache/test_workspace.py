@@ -365,6 +365,10 @@ SIZES: dict[str, tuple[str, dict[str, Any]]] = {
         "mistral-large4",
         {"hidden_size": 6144, "intermediate_size": 24_576, "heads": 64, "kv_heads": 1, "head_dim": 704},
     ),
+    "gated latents": (
+        "hy4",
+        {"hidden_size": 2816, "intermediate_size": 6912, "heads": 32, "kv_heads": 1, "head_dim": 704},
+    ),
     "latents": (
         "youtu",
         {"hidden_size": 2048, "intermediate_size": 6144, "heads": 16, "kv_heads": 1, "head_dim": 576},
@@ -381,6 +385,7 @@ EXPERTS = {
     "latents 671B": (2048, 2048),
     "latents that are chosen": (2048, 2048),
     "latents that others have": (6144, 6144),
+    "gated latents": (768, 768),
     "narrow experts": (512, 1024),
     "weighed inputs": (8192, 8192),
 }

@@ -31,7 +31,8 @@ def test_each_token_attends_to_its_own_choice(
         context = data.draw(st.integers(1, min(150, 20 * block_size)))
         own = [next(blocks) for _ in range(-(-context // block_size))]
         rows.append(AttentionRow(data.draw(st.integers(1, min(context, 3))), context, own))
-    step = random_step(layout, rows, data.draw(st.sampled_from([1, 5])), count, 60, channels)
+    heads, sinks = data.draw(st.sampled_from([1, 5])), data.draw(st.booleans())
+    step = random_step(layout, rows, heads, count, 60, channels, sinks=sinks)
     owned = {block for row in rows for block in row.blocks}
     cache = step.cache.clone()
     spoil(layout, cache, [block for block in range(60) if block not in owned])

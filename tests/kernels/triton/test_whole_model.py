@@ -151,6 +151,7 @@ MORE = (
     "deepseek-v4",
     "glm-moe-dsa",
     "gpt-oss",
+    "hy4",
     "kimi-linear",
     "llama",
     "llama4",
@@ -163,7 +164,17 @@ MORE = (
     "gemma4-shared",
     "qwen3-next",
 )
-CAPTURED = ("deepseek-v32", "glm-moe-dsa", "llama", "gemma3", "gemma4-shared", "mistral-large4", "qwen3-5", "qwen3-moe")
+CAPTURED = (
+    "deepseek-v32",
+    "glm-moe-dsa",
+    "hy4",
+    "llama",
+    "gemma3",
+    "gemma4-shared",
+    "mistral-large4",
+    "qwen3-5",
+    "qwen3-moe",
+)
 """In every run, other tests here capture a Llama, and latents and experts."""
 DRAFTING = ("deepseek-v3",)
 """Experts, and a layer that drafts with latents."""
