@@ -20,8 +20,8 @@ PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3; do \
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done)
 VENV := .venv
 BIN := $(VENV)/bin
-# Half of them run clusters, and half run tests that wait for most of their time: together they keep two cores busy.
-WORKERS ?= 4
+# Two of them run clusters, and the others tests that wait for half of their time: together they keep two cores busy.
+WORKERS ?= 5
 # In the order that tests/conftest.py makes: what takes long begins first.
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --no-loadscope-reorder
 AGAIN = echo "What failed runs once more, alone." && $(BIN)/python -m pytest --last-failed --last-failed-no-failures none --maxfail 1

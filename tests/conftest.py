@@ -91,9 +91,9 @@ def pytest_collection_finish() -> None:
 class ByModule(LoadScopeScheduling):  # type: ignore[misc]
     """Runs a module's tests in one process, in their order. A folder that shares a cluster counts as one module.
 
-    Half of the processes take modules from the beginning, and the others from the end. The first ones run clusters, and
+    Two of the processes take modules from the beginning, and the others from the end. The first ones run clusters, and
     keep the cores busy. The others run tests of one process, which wait for clocks and sockets for half of their time.
-    So there are never more clusters than half of the processes, for as long as there are other tests.
+    So there are never more than two clusters, for as long as there are other tests.
     """
 
     def _split_scope(self, nodeid: str) -> str:
@@ -102,7 +102,7 @@ class ByModule(LoadScopeScheduling):  # type: ignore[misc]
         return folder if folder in ONE_CLUSTER else module
 
     def _assign_work_unit(self, node: WorkerController) -> None:
-        if int(node.gateway.id.removeprefix("gw")) % 2:
+        if node.gateway.id not in ("gw0", "gw2"):
             self.workqueue.move_to_end(next(reversed(self.workqueue)), last=False)
         super()._assign_work_unit(node)
 
