@@ -35,6 +35,9 @@ from pdserve.plan.profile import CacheGeometry, read_profile
 from tests.benchmarks.studies import run_study
 from tests.plan.profiles import profile_of
 
+STUDY_S = 600
+"""A whole study may take so long where other tests run."""
+
 
 def streams(count: int, ttft_s: float, gap_s: float) -> list[Stream]:
     return [
@@ -214,13 +217,14 @@ def test_the_page_and_the_plot_show_the_report(tmp_path: Path) -> None:
 
 @pytest.mark.integration
 @pytest.mark.nightly
+@pytest.mark.timeout(STUDY_S + 30)
 def test_a_profile_is_measured_and_predictions_are_shown_beside_what_happened(tiny_model: Path, tmp_path: Path) -> None:
     flags = ["--model", str(tiny_model), "--kv-cache-mib", "64"]
     flags += ["--max-num-batched-tokens", "64", "--max-num-seqs", "32"]
     flags += ["--prompt-vocab", "400", "--prompt-lengths", "16-128", "--output-lengths", "4-32", "--seconds", "2"]
     flags += ["--repeats", "2"]
     flags += ["--rate-percents", "10,30", "--keep-profile", "profile.json", "--json", "plan.json", "--plot", "plan.svg"]
-    run_study("plan", *flags, folder=tmp_path, timeout_s=600)
+    run_study("plan", *flags, folder=tmp_path, timeout_s=STUDY_S)
     rows = read_report(tmp_path / "plan.json").rows
     assert [(row.at["system"], row.at["rate %"]) for row in rows] == [
         (name, share) for share in (10, 30) for name in SYSTEMS
