@@ -12,11 +12,20 @@ import torch
 from pdserve.errors import ModelError
 from pdserve.models.checkpoint.decoder_config import DecoderConfig, FallbackConfig, FamilyConfig
 from pdserve.models.layer_groups import Place, layer_groups
-from pdserve.models.parts.attention import SelfAttention
+from pdserve.models.parts.attention import BlockAttention, SelfAttention
 from pdserve.models.parts.experts import BesideExperts, Experts
 from pdserve.models.parts.feed_forward import FeedForward, Mlp
 from pdserve.models.parts.latent import LatentAttention, SharedKvAttention
-from pdserve.models.parts.layer_ends import Connection, LayerEnd, PerLayerInputs, StreamSum, load_layer_end
+from pdserve.models.parts.layer_ends import (
+    Connection,
+    GatedConnection,
+    GatedMean,
+    LayerEnd,
+    Ngrams,
+    PerLayerInputs,
+    StreamSum,
+    load_layer_end,
+)
 from pdserve.models.parts.mixers import Mixer, build_mixer
 from pdserve.models.parts.norms import LoadedNorm, load_norm
 from pdserve.models.parts.projections import Building
@@ -27,9 +36,11 @@ from pdserve.models.recipe import (
     AttentionRecipe,
     DraftRecipe,
     ExpertsRecipe,
+    GatedStreamsRecipe,
     LayerRecipe,
     MlpBesideExperts,
     MlpRecipe,
+    NgramRecipe,
     NormOrder,
     QueryScale,
     Rotary,
@@ -157,8 +168,10 @@ class RecipeDecoder:
                 self._layers[i : i + 2] = [parts.shortcut(layer.shortcut, parts.prefix(i), *self._layers[i : i + 2])]
         streams = recipe.layers[0].streams
         self._streams = 0 if streams is None else streams.count
-        self._sum = None if streams is None else StreamSum(config.hidden_size, building, streams, streams.head)
-        self._norm = load_norm(building, recipe.norm, recipe.last_norm, config.hidden_size)
+        self._sum = None if streams is None else _of_all_streams(config.hidden_size, building, streams)
+        self._norm: LoadedNorm | None = None
+        if recipe.last_norm:
+            self._norm = load_norm(building, recipe.norm, recipe.last_norm, config.hidden_size)
         self._head = vocab_parallel_head(building, self._embedding, shape, recipe)
         positions = max_positions if checkpoint.device.type != "meta" else 1
         where = (positions, dtype, checkpoint.device)
@@ -179,7 +192,7 @@ class RecipeDecoder:
             )
         checkpoint.check_all_taken()
         # The rows of entries that a step reads are as many as its contexts have.
-        self.capturable = config.shared is None
+        self.capturable = config.shared is None and config.blocks is None
 
     @property
     def drafter(self) -> Drafter | None:
@@ -217,8 +230,8 @@ class RecipeDecoder:
         return Step([table.at(positions) for table in self._tables], cache, token_ids, self._tables, inputs)
 
     def normed(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Applies the last norm."""
-        return self._norm(hidden)
+        """Applies the last norm, if there is one."""
+        return hidden if self._norm is None else self._norm(hidden)
 
     def head(self, normed: torch.Tensor) -> torch.Tensor:
         """Maps normalised ``[rows, hidden_size]`` to fp32 ``[rows, vocab_size]``."""
@@ -280,6 +293,15 @@ def _learned(
     return [None if rotary is None else known.get(rotary.learned) for rotary, _, _ in kinds]
 
 
+def _of_all_streams(
+    hidden_size: int, building: Building, streams: StreamsRecipe | GatedStreamsRecipe
+) -> StreamSum | GatedMean:
+    """Returns what maps several residuals to one behind the last layer."""
+    if isinstance(streams, GatedStreamsRecipe):
+        return GatedMean(hidden_size, building, streams, streams.head)
+    return StreamSum(hidden_size, building, streams, streams.head)
+
+
 class _Parts:
     """Builds the parts of a model's layers, in the order in which these are asked for."""
 
@@ -304,7 +326,8 @@ class _Parts:
         recipe, prefix = self._config.recipe.layers[index], self.prefix(index)
         mix = self._mixing(recipe, prefix, index, self._places.attention[index], self._places.states[index])
         if recipe.streams is not None:
-            return self._of_streams(recipe, recipe.streams, prefix, mix)
+            layer = self._of_streams(recipe, recipe.streams, prefix, mix)
+            return layer if recipe.ngrams is None else self._with_ngrams(layer, recipe.ngrams, prefix, index)
         return _layer(self._building, recipe, prefix, self._config.hidden_size, mix, self._feeding(recipe, prefix))
 
     def draft(self, draft: DraftRecipe) -> Layer:
@@ -313,14 +336,25 @@ class _Parts:
         mix = self._mixing(recipe, prefix, self._config.num_layers, self._places.draft, None)
         return _layer(self._building, recipe, prefix, self._config.hidden_size, mix, self._feeding(recipe, prefix))
 
-    def _of_streams(self, recipe: LayerRecipe, streams: StreamsRecipe, prefix: str, mix: Part | None) -> Layer:
+    def _of_streams(
+        self, recipe: LayerRecipe, streams: StreamsRecipe | GatedStreamsRecipe, prefix: str, mix: Part | None
+    ) -> Layer:
         feed, hidden, building = self._feeding(recipe, prefix), self._config.hidden_size, self._building
-        parts = []
-        for part, name, norm in zip((mix, feed), (streams.mix, streams.feed), recipe.norms, strict=True):
+        parts = list[_Connected | _ByMean]()
+        for number, (part, name) in enumerate(zip((mix, feed), (streams.mix, streams.feed), strict=True)):
             assert part is not None, "layers with several residuals have both parts"
-            loaded = load_norm(building, recipe.norm, prefix + norm, hidden)
+            if isinstance(streams, GatedStreamsRecipe):
+                parts.append(_ByMean(GatedConnection(hidden, building, streams, prefix + name), part))
+                continue
+            loaded = load_norm(building, recipe.norm, prefix + recipe.norms[number], hidden)
             parts.append(_Connected(Connection(hidden, building, streams, prefix + name), loaded, part))
         return _OfStreams(*parts)
+
+    def _with_ngrams(self, layer: Layer, recipe: NgramRecipe, prefix: str, index: int) -> Layer:
+        place = self._places.ngrams[index]
+        assert place is not None, "n-grams have a state"
+        ngrams = Ngrams(self._config.hidden_size, self._building, recipe, prefix)
+        return _WithNgrams(layer, ngrams, self._of_states.index(place.group), place.index)
 
     def _mixing(
         self, recipe: LayerRecipe, prefix: str, index: int, place: Place | None, state: Place | None
@@ -342,6 +376,11 @@ class _Parts:
                 attention = SharedKvAttention(*built, None if entries is None else entries.index)
                 number = None if state is None else self._of_states.index(state.group)
                 attend = _AttendToShared(attention, table, group, number, 0 if state is None else state.index)
+            elif recipe.attention.blocks is not None:
+                entries, number = self._places.entries[index], None if state is None else state.index
+                assert entries is not None, "blocks have keys"
+                of_state = None if state is None else self._of_states.index(state.group)
+                attend = _AttendToBlocks(BlockAttention(*built, entries.index), table, of_state, number or 0)
             elif recipe.attention.latent is None:
                 attend = _Attend(SelfAttention(*built), table, group)
             else:
@@ -506,6 +545,24 @@ class _AttendToShared:
 
 
 @dataclass(frozen=True, slots=True)
+class _AttendToBlocks:
+    """A layer's attention to chosen blocks, with the keys of one that is not complete in a state."""
+
+    attend: BlockAttention
+    table: int
+    state_group: int | None
+    state: int
+
+    def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+        assert step.cache.blocks is not None, "a model with such layers plans for them"
+        tables = step.tables[self.table], step.whole[self.table]
+        if self.state_group is None:
+            return self.attend.of_blocks(x, *tables, step.cache.blocks, None, None)
+        states = step.cache.states[self.state_group]
+        return self.attend.of_blocks(x, *tables, step.cache.blocks, states.layers[self.state], states.runs)
+
+
+@dataclass(frozen=True, slots=True)
 class _Mix:
     """A layer's mixer, whose state is that of layer ``index`` of its group."""
 
@@ -578,11 +635,40 @@ class _Connected:
 
 
 @dataclass(frozen=True, slots=True)
+class _ByMean:
+    """A part of a layer that is given a mean of several residuals, and is added to all of them."""
+
+    connection: GatedConnection
+    part: Part
+
+    def __call__(self, streams: torch.Tensor, step: Step) -> torch.Tensor:
+        given, spread = self.connection.opened(streams)
+        return self.connection.closed(streams, self.part(given, step), spread)
+
+
+@dataclass(frozen=True, slots=True)
+class _WithNgrams:
+    """A layer with several residuals, and what the last tokens add to these before it."""
+
+    layer: Layer
+    ngrams: Ngrams
+    group: int
+    index: int
+
+    def __call__(
+        self, residual: torch.Tensor, delta: torch.Tensor | None, step: Step
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+        states = step.cache.states[self.group]
+        added = self.ngrams(residual, step.token_ids, states.layers[self.index], states.runs)
+        return self.layer(residual + added, delta, step)
+
+
+@dataclass(frozen=True, slots=True)
 class _OfStreams:
     """A layer with several residuals, ``[tokens, count, hidden_size]``."""
 
-    mix: _Connected
-    feed: _Connected
+    mix: _Connected | _ByMean
+    feed: _Connected | _ByMean
 
     def __call__(
         self, residual: torch.Tensor, delta: torch.Tensor | None, step: Step

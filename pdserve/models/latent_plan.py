@@ -9,6 +9,9 @@ What a token attends to depends on its position alone, and not on the rows that 
 
 Where all heads have one vector of a token as key and value (``SharedKvRecipe``), the vectors of a window and entries of
 further tokens are gathered from two cache groups, and each token attends to its own of these.
+
+Where blocks of tokens are chosen (``BlockIndexRecipe``), those tokens choose whose context has more than they attend
+to, and the keys and values of what they choose are gathered.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ import torch
 import torch.nn.functional as F
 
 from pdserve.models.rank_cache import KvGroup, RunNumbers
-from pdserve.models.recipe import LatentRecipe, SharedKvRecipe
+from pdserve.models.recipe import BlockIndexRecipe, LatentRecipe, SharedKvRecipe
 from pdserve_kernels.contract import (
     SCORES_AT_ONCE,
     Attention,
@@ -107,6 +110,33 @@ def shared_bytes(shared: SharedKvRecipe, item_bytes: int, load: SharedLoad) -> i
     computed = together * (item_bytes + 4) + 8 * together // load.channels
     computed += 4 * 4 * together * load.heads // max(load.channels, load.heads)
     return gathered + chosen + computed
+
+
+@dataclass(frozen=True, slots=True)
+class BlockLoad:
+    """What the largest step of attention to chosen blocks has to do on one rank."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    tokens: int
+    context: int
+
+
+def chosen_bytes(blocks: BlockIndexRecipe, item_bytes: int, load: BlockLoad) -> int:
+    """Returns the most bytes that choosing blocks, and what is gathered of them, take in one layer at once."""
+    there, width = load.context // blocks.every, (blocks.count + 1) * blocks.every
+    scores = max(SCORES_AT_ONCE, blocks.heads * there)
+    # Products and what is above 0 of them, keys; and sums, as they are, without what is hidden, and sorted.
+    choosing = 2 * 4 * scores + there * blocks.channels * (item_bytes + 4) + 6 * 8 * scores // blocks.heads
+    # The places of what each token sees, in two parts and together.
+    places = load.tokens * width * 8 * 4
+    together = max(GATHERED_NUMBERS, width * max(2 * load.kv_heads * load.head_dim, load.heads))
+    rows = together // load.head_dim
+    # Some tokens' own, also in fp32 and for a product, their places, and four times their scores.
+    scored = together * load.heads // max(2 * load.kv_heads * load.head_dim, load.heads)
+    gathering = together * (item_bytes + 8) + 4 * 8 * rows + 4 * 4 * scored
+    return max(choosing, gathering) + places
 
 
 @dataclass(frozen=True, slots=True)
@@ -589,6 +619,210 @@ def _entry_slots(row: AttentionRow, numbers: Numbers, every: int, size: int) -> 
 def _moved(blocks: Sequence[Numbers], places: Sequence[Numbers], device: torch.device) -> _Slots:
     joined = [np.concatenate(each).astype(np.int32) for each in (blocks, places)]
     return _Slots(*(moved.long() for moved in to_device(joined, device)))
+
+
+class BlockStep:
+    """One step of attention to chosen blocks (``BlockIndexRecipe``).
+
+    Tokens whose context has no more than they attend to do not choose, and are computed by the attention of the kernel
+    set, before the others. Which they are depends on their positions alone.
+    """
+
+    def __init__(
+        self,
+        kernels: Kernels,
+        group: KvGroup,
+        rows: Sequence[AttentionRow],
+        scale: float,
+        blocks: BlockIndexRecipe,
+    ) -> None:
+        """Plans a step of ``rows``."""
+        self._kernels, self._group, self._scale, self._blocks = kernels, group, scale, blocks
+        self._device, layout = group.cache.device, group.layout
+        direct, choosing, first = list[_Part](), list[_Part](), 0
+        for row in rows:
+            seeing_all, others = _divided(_Part(row, first), SparseForm(blocks.whole, 0))
+            direct += [] if seeing_all is None else [seeing_all]
+            choosing += [] if others is None else [others]
+            first += row.new_tokens
+        # What is left of a row may be a single token.
+        direct.sort(key=lambda part: part.row.new_tokens > 1)
+        self.attention: Attention | None = None
+        """That of the tokens that do not choose; None if there are none."""
+        if direct:
+            seeing = [part.row for part in direct]
+            self.attention = kernels.plan_attention(layout, group.cache, seeing, group.heads, scale)
+        self._plan_keys(rows)
+        self._rows = [part.row for part in choosing]
+        self.chosen: torch.Tensor | None = None
+        """The numbers of the tokens that choose; None if there are none."""
+        if choosing:
+            moved = to_device([_tokens(direct), _tokens(choosing)], self._device)
+            self.direct, self.chosen = (each.long() for each in moved)
+            self._plan_choosing()
+
+    @property
+    def gathers(self) -> bool:
+        """Whether each token's keys and values are gathered on the device, which then waits for nothing."""
+        return self._device.type != "cpu"
+
+    def _plan_keys(self, rows: Sequence[AttentionRow]) -> None:
+        """Plans the keys of the blocks that become complete in the step."""
+        every, size = self._blocks.every, self._group.layout.block_size
+        blocks, places, ended, positions, first = list[Numbers](), list[Numbers](), list[int](), list[int](), 0
+        for row in rows:
+            start = row.context_len - row.new_tokens
+            numbers = np.arange(start // every, row.context_len // every)
+            slots = _entry_slots(row, numbers, every, size)
+            blocks.append(slots[0])
+            places.append(slots[1])
+            ended += (numbers * every + every - 1 - start + first).tolist()
+            positions += (numbers * every).tolist()
+            first += row.new_tokens
+        self._ended_slots = _moved(blocks, places, self._device)
+        self.ended, self.positions = (each.long() for each in to_device([ended, positions], self._device))
+        """The numbers of the last tokens of these blocks, and the positions of their first ones."""
+
+    def _plan_choosing(self) -> None:
+        every, layout, rows = self._blocks.every, self._group.layout, self._rows
+        at = np.concatenate([np.arange(row.context_len - row.new_tokens, row.context_len) for row in rows])
+        tables = [block_ids(row.blocks, -(-row.context_len // layout.block_size)) for row in rows]
+        begins = np.cumsum([0, *(len(table) for table in tables)])[:-1]
+        begin = np.repeat(begins, [row.new_tokens for row in rows])
+        # What stands behind the last whole block, up to the token itself.
+        behind = (at + 1) % every
+        self._counts = self._blocks.count * every + behind
+        """``[tokens]``: how many tokens each one attends to."""
+        lists = [at.astype(np.int32), begin.astype(np.int32), np.concatenate(tables), self._counts.astype(np.int32)]
+        self._at, self._begin, self._table, self._ends = (each.long() for each in to_device(lists, self._device))
+        (slots,) = to_device([_slots_of(rows, layout)], self._device)
+        self._write = KvWrite(layout, self._group.cache, slots.long())
+        self._complete = [
+            _moved([blocks], [places], self._device)
+            for blocks, places in (
+                _entry_slots(row, np.arange(row.context_len // every), every, layout.block_size) for row in rows
+            )
+        ]
+
+    def store(self, layer: int, key_value: torch.Tensor) -> None:
+        """Stores keys and values of the tokens that choose, ``[2, tokens, kv_heads, head_dim]``."""
+        self._write(layer, key_value)
+
+    def store_keys(self, number: int, keys: torch.Tensor) -> None:
+        """Stores the keys of the blocks that became complete, ``[blocks, channels]``, for each KV head."""
+        view = self._keys(number)
+        view[self._ended_slots.blocks, :, self._ended_slots.places] = keys.unsqueeze(1).expand(-1, view.shape[1], -1)
+
+    def __call__(self, layer: int, number: int, query: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        """Attends to what is stored, for the tokens that choose.
+
+        ``query`` is ``[tokens, heads, head_dim]``, as the result is. ``index`` has the queries by which blocks are
+        chosen, ``[tokens, index heads, channels]``, and ``number`` is that of the layer's keys of blocks.
+        """
+        found, first, keys = list[torch.Tensor](), 0, self._keys(number)[:, 0]
+        for row, slots in zip(self._rows, self._complete, strict=True):
+            own = slice(first, first + row.new_tokens)
+            found.append(self._some(index[own], slots.of(keys), self._at[own]))
+            first = own.stop
+        every = self._blocks.every
+        within = torch.arange(every, device=self._device)
+        chosen = (torch.cat(found).unsqueeze(-1) * every + within).flatten(1)
+        behind = ((self._at + 1) // every * every).unsqueeze(1) + within[:-1]
+        # In place of what a token does not see stands the token itself: NaN of others would spread.
+        seen = torch.cat((chosen, torch.minimum(behind, self._at.unsqueeze(1))), 1)
+        return self._by_gathering(layer, query, seen) if self.gathers else self._planned(layer, query, seen)
+
+    def _some(self, query: torch.Tensor, keys: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+        """Returns the numbers of the blocks that tokens at these positions choose, int64 ``[tokens, count]``, in order.
+
+        ``keys`` is ``[blocks, channels]``. Of blocks with equal scores, earlier ones are chosen.
+        """
+        found, numbers = list[torch.Tensor](), torch.arange(len(keys), device=self._device)
+        keys, together = keys.float().T, max(1, SCORES_AT_ONCE // (query.shape[1] * len(keys)))
+        for begin in range(0, len(query), together):
+            some = slice(begin, begin + together)
+            scores = F.relu(query[some].float() @ keys).sum(1)
+            # What is not a number is chosen, so that it shows.
+            known = scores.nan_to_num(torch.inf, torch.inf, -torch.inf)
+            known = known.masked_fill(numbers >= ((at[some] + 1) // self._blocks.every).unsqueeze(1), -torch.inf)
+            highest = known.sort(dim=-1, descending=True, stable=True).indices[:, : self._blocks.count]
+            found.append(highest.sort(-1).values)
+        return torch.cat(found)
+
+    def _rows_of(self, layer: int, positions: torch.Tensor, begin: torch.Tensor) -> torch.Tensor:
+        """Returns the rows of ``KvLayout.tokens`` with the keys at ``positions``, ``[n, width]``, of each KV head.
+
+        Tables begin at ``begin``, ``[n, 1]``. The result is ``[n, kv_heads, width]``.
+        """
+        layout, size = self._group.layout, self._group.layout.block_size
+        of_head = layout.num_layers * layout.tiles_a_layer * size
+        blocks = self._table[begin + positions // size] * (layout.kv_heads * of_head)
+        heads = torch.arange(layout.kv_heads, device=self._device) * of_head + layer * layout.tiles_a_layer * size
+        return (blocks + positions % size).unsqueeze(1) + heads.view(1, -1, 1)
+
+    def _by_gathering(self, layer: int, query: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+        """Attends with plain products, some tokens at a time. Nothing waits for the device."""
+        layout, (tokens, heads, channels) = self._group.layout, query.shape
+        kept, out = layout.tokens(self._group.cache), torch.empty_like(query)
+        column, width = torch.arange(seen.shape[1], device=self._device), seen.shape[1]
+        together = max(1, GATHERED_NUMBERS // (width * max(2 * layout.kv_heads * channels, heads)))
+        for begin in range(0, tokens, together):
+            some = slice(begin, begin + together)
+            rows = self._rows_of(layer, seen[some], self._begin[some].unsqueeze(1))
+            by_head = query[some].float().view(len(rows), layout.kv_heads, -1, channels)
+            scores = by_head @ kept[rows].float().transpose(-1, -2) * self._scale
+            hidden = column >= self._ends[some].view(-1, 1, 1, 1)
+            weights = torch.softmax(scores.masked_fill(hidden, -torch.inf), -1)
+            values = weights @ kept[rows + layout.block_size].float()
+            out[some] = values.view(-1, heads, channels).to(out.dtype)
+        return out
+
+    def _planned(self, layer: int, query: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+        """Attends on a CPU, by the attention of the kernel set, to keys and values that are copied."""
+        layout, width, first, base = self._group.layout, seen.shape[1], 0, 0
+        copied, tables = list[torch.Tensor](), list[torch.Tensor]()
+        for row in self._rows:
+            own = slice(first, first + row.new_tokens)
+            places, first = seen[own], own.stop
+            if row.new_tokens * width < row.context_len:
+                # Few tokens of the context are copied.
+                positions, places = places.reshape(1, -1), torch.arange(places.numel()).view(places.shape)
+            else:
+                positions = torch.arange(row.context_len).unsqueeze(0)
+            copied.append(self._rows_of(layer, positions, self._begin[own.start]).squeeze(0))
+            tables.append((places + base).int())
+            base += positions.shape[1]
+        rows, kept = torch.cat(copied, 1).T, layout.tokens(self._group.cache)
+        room = torch.stack((kept[rows], kept[rows + layout.block_size]), 2)
+        one = KvLayout(layout.kv_heads, 1, 1, layout.head_dim, layout.dtype)
+        contexts = [
+            AttentionRow(1, count, table[:count])
+            for count, table in zip(self._counts.tolist(), torch.cat(tables).numpy(), strict=True)
+        ]
+        planned = self._kernels.plan_attention(
+            one, room.view(len(rows), layout.kv_heads, 1, 2, 1, -1), contexts, self._group.heads, self._scale
+        )
+        return planned(0, query, None)
+
+    def _keys(self, number: int) -> torch.Tensor:
+        """Returns one layer's keys of blocks, ``[num_blocks, kv_heads, places, channels]``."""
+        layout, beside = self._group.layout, self._group.beside
+        size, cache = layout.block_size, self._group.cache
+        sizes = [each.in_block(size) * each.channels for each in beside]
+        layers = int(layout.num_layers - -(-sum(sizes) // (layout.tiles_a_layer * size * layout.head_dim)))
+        first = layers * layout.tiles_a_layer * size * layout.head_dim + sum(sizes[:number])
+        room = cache.flatten(2)[..., first : first + sizes[number]]
+        return room.view(len(cache), layout.kv_heads, beside[number].in_block(size), beside[number].channels)
+
+
+def _slots_of(rows: Sequence[AttentionRow], layout: KvLayout) -> Numbers:
+    """Returns where the new tokens of rows are, each as ``block * block_size + offset``."""
+    found, size = list[Numbers](), layout.block_size
+    for row in rows:
+        at = np.arange(row.context_len - row.new_tokens, row.context_len)
+        table = block_ids(row.blocks, -(-row.context_len // size))
+        found.append((table[at // size] * size + at % size).astype(np.int32))
+    return np.concatenate(found)
 
 
 class EntryMaking:

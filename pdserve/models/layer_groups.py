@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import count as counted
 
 from pdserve.config import KvCacheDtype
 from pdserve.errors import ConfigError, ModelError
@@ -52,6 +53,14 @@ class LayerGroup:
     entries: tuple[Entries, ...] = ()
     """Those of each layer, if the group has entries. A block is one layer of its bytes, in which they share the room of
     each token: ``numbers`` is 0."""
+    beside: tuple[Entries, ...] = ()
+    """Those of each layer that has entries beside its keys and values. Every KV head has all of them, in the room of
+    further layers, so that every rank has."""
+
+    def stored_layers(self, block_size: int) -> int:
+        """Returns the layers of a block's bytes: those of the group, and the room of the entries beside them."""
+        entries = sum(each.in_block(block_size) * each.channels for each in self.beside)
+        return self.layers + (-(-entries // (self.stored * block_size * self.numbers)) if entries else 0)
 
     def channels(self, block_size: int) -> int:
         """Returns the numbers of a head that a block has for each token."""
@@ -87,6 +96,8 @@ class LayerGroups:
     """The keys and values of the layer that drafts tokens, if there is one."""
     entries: tuple[Place | None, ...] = ()
     """The entries of each layer; None for a layer without."""
+    ngrams: tuple[Place | None, ...] = ()
+    """The state of what is before each layer; None for a layer with nothing before it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +122,7 @@ def layer_groups(config: DecoderConfig) -> LayerGroups:
     differ in their heads.
     """
     count = config.num_layers
-    seen, states, entries = _seen(config), _states(config), _entries(config)
+    seen, states, entries, beside = _seen(config), _states(config), _entries(config), _beside(config)
     kept_entries = tuple(each for each in entries if each is not None)
     whole = _Kind(1, 0, shared_channels=1, queries=config.heads) if kept_entries else _whole(config, seen)
     kinds = dict.fromkeys([whole, *(kind for kind in seen if kind is not None)])
@@ -127,12 +138,15 @@ def layer_groups(config: DecoderConfig) -> LayerGroups:
             name += f", {kind.heads} heads of {kind.numbers}"
         shape = (kind.heads, kind.numbers, window, kind.shared_channels, kind.queries)
         held = kept_entries if number == 0 else ()
-        groups.append(LayerGroup(name, keep, 1 if held else len(having), *shape, entries=held))
+        own = tuple(each for each in beside if each is not None) if number == 0 else ()
+        groups.append(LayerGroup(name, keep, 1 if held else len(having), *shape, entries=held, beside=own))
     for index, source in enumerate(_sources(config)):
         if source is not None:
             attention[index] = attention[source]
+    # The states of layers, and then those of what is before them.
+    states += _ngrams(config)
     shapes = dict.fromkeys(kind for kind in states if kind is not None)
-    kept = list[Place | None]([None] * count)
+    kept = list[Place | None]([None] * (2 * count))
     for number, kind in enumerate(shapes):
         having = [index for index, found in enumerate(states) if found == kind]
         for place, index in enumerate(having):
@@ -140,9 +154,14 @@ def layer_groups(config: DecoderConfig) -> LayerGroups:
         name = f"state {number + 1}" if number else "state"
         groups.append(LayerGroup(name, Keep.LATEST, len(having), kind.heads, kind.numbers))
     draft = attention[count] if config.has_draft_layer else None
-    numbers = iter(range(len(kept_entries)))
-    of_entries = tuple(None if each is None else Place(0, next(numbers)) for each in entries)
-    return LayerGroups(tuple(groups), tuple(attention[:count]), tuple(kept), draft, of_entries)
+    numbers = counted()
+    of_entries = tuple(
+        None if each is None and other is None else Place(0, next(numbers))
+        for each, other in zip(entries, beside, strict=True)
+    )
+    return LayerGroups(
+        tuple(groups), tuple(attention[:count]), tuple(kept[:count]), draft, of_entries, tuple(kept[count:])
+    )
 
 
 def _whole(config: DecoderConfig, seen: list[_Kind | None]) -> _Kind:
@@ -201,13 +220,20 @@ def _states(config: DecoderConfig) -> list[_Kind | None]:
         return [None] * config.num_layers
     found: list[_Kind | None] = []
     for layer in config.recipe.layers:
-        shared = None if layer.attention is None else layer.attention.shared
         if layer.mixer is not None:
             found.append(_Kind(layer.mixer.heads, layer.mixer.numbers))
         else:
+            made = None if layer.attention is None else layer.attention.shared or layer.attention.blocks
             # Every rank makes all entries.
-            found.append(_Kind(0, shared.numbers) if shared is not None and shared.numbers else None)
+            found.append(_Kind(0, made.numbers) if made is not None and made.numbers else None)
     return found
+
+
+def _ngrams(config: DecoderConfig) -> list[_Kind | None]:
+    """Returns the state of what is before each layer."""
+    if not isinstance(config, FamilyConfig):
+        return [None] * config.num_layers
+    return [None if layer.ngrams is None else _Kind(0, layer.ngrams.numbers) for layer in config.recipe.layers]
 
 
 def _entries(config: DecoderConfig) -> list[Entries | None]:
@@ -216,6 +242,14 @@ def _entries(config: DecoderConfig) -> list[Entries | None]:
         return [None] * config.num_layers
     shared = [None if layer.attention is None else layer.attention.shared for layer in config.recipe.layers]
     return [None if each is None or each.entries is None else Entries(each.entries.every, each.kept) for each in shared]
+
+
+def _beside(config: DecoderConfig) -> list[Entries | None]:
+    """Returns the entries that each layer has beside its keys and values."""
+    if not isinstance(config, FamilyConfig):
+        return [None] * config.num_layers
+    blocks = [None if layer.attention is None else layer.attention.blocks for layer in config.recipe.layers]
+    return [None if each is None else Entries(each.every, each.channels) for each in blocks]
 
 
 def check_kv_dtype(config: DecoderConfig, kv_dtype: KvCacheDtype) -> None:
@@ -227,6 +261,8 @@ def check_kv_dtype(config: DecoderConfig, kv_dtype: KvCacheDtype) -> None:
         raise ConfigError(f"{refused} models that transformers computes; give --kv-cache-dtype auto")
     if any(group.keep is Keep.LATEST for group in layer_groups(config).groups):
         raise ConfigError(f"{refused} models with recurrent states; give --kv-cache-dtype auto")
+    if config.blocks is not None:
+        raise ConfigError(f"{refused} models that attend to chosen blocks; give --kv-cache-dtype auto")
 
 
 STATES_A_REQUEST = 2
@@ -273,7 +309,8 @@ def group_sizes(config: DecoderConfig, item_bytes: int, block_size: int) -> tupl
         each = group.numbers * STATE_BYTES
         if group.keep is not Keep.LATEST:
             each = group.stored * block_size * row_bytes(group.channels(block_size), item_bytes)
-        found.append(GroupSize(group.keep, group.layers * max(1, group.heads) * each, group.window))
+        layers = group.stored_layers(block_size)
+        found.append(GroupSize(group.keep, layers * max(1, group.heads) * each, group.window))
     return tuple(found)
 
 

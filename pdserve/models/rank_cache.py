@@ -26,7 +26,7 @@ from pdserve_kernels.host_copies import to_device
 from pdserve_kernels.kv_layout import KvLayout, StateLayout
 
 if TYPE_CHECKING:
-    from pdserve.models.latent_plan import LatentStep, SharedStep
+    from pdserve.models.latent_plan import BlockStep, LatentStep, SharedStep
 
 TORCH_DTYPES = {Dtype.BF16: torch.bfloat16, Dtype.FP32: torch.float32}
 
@@ -43,7 +43,8 @@ def _kv_layout(group: LayerGroup, dtype: Dtype, block_size: int, tp: TpGroup, kv
     shared, fp8 = group.shared_channels, kv_dtype is KvCacheDtype.FP8
     channels = group.channels(block_size)
     shared = channels if group.entries else shared
-    return KvLayout(held, group.layers, block_size, channels, TORCH_DTYPES[dtype], shared, fp8)
+    layers = group.stored_layers(block_size)
+    return KvLayout(held, layers, block_size, channels, TORCH_DTYPES[dtype], shared, fp8)
 
 
 def _queries(group: LayerGroup, tp: TpGroup) -> int:
@@ -82,7 +83,7 @@ def _spec(group: LayerGroup, dtype: Dtype, block_size: int, kv_dtype: KvCacheDty
     numbers, name = group.layers * group.numbers * STATE_BYTES, Dtype.FP32.short
     if group.keep is not Keep.LATEST:
         row = row_bytes(group.channels(block_size), cache_item_bytes(dtype, kv_dtype))
-        numbers = group.layers * group.stored * block_size * row
+        numbers = group.stored_layers(block_size) * group.stored * block_size * row
         name = dtype.short if kv_dtype is AUTO else kv_dtype.value
     return GroupSpec(group.name, group.keep, group.layers, group.heads, numbers, name, group.window)
 
@@ -138,6 +139,8 @@ class KvGroup:
     heads: int
     """The query heads of its layers on this rank."""
     entries: tuple[Entries, ...] = ()
+    """As in ``LayerGroup``."""
+    beside: tuple[Entries, ...] = ()
     """As in ``LayerGroup``."""
 
     def held(self, table: Sequence[int], start: int) -> tuple[Sequence[int], int]:
@@ -226,7 +229,7 @@ class RankCache:
         parts = list(enumerate(zip(layouts, self.groups, self._views, strict=True)))
         of_model = layer_groups(config).groups
         self.attention = [
-            KvGroup(number, group, layout, view, _queries(of_model[number], tp), of_model[number].entries)
+            KvGroup(number, group, layout, view, _queries(own := of_model[number], tp), own.entries, own.beside)
             for number, (layout, group, view) in parts
             if isinstance(layout, KvLayout) and layout.num_layers
         ]
@@ -356,3 +359,5 @@ class StepCache:
     """Latent attention of each group, in place of ``attention``, for a model that has it."""
     shared: SharedStep | None = None
     """Attention to one vector of a token and to entries, in place of ``attention``, for a model that has it."""
+    blocks: BlockStep | None = None
+    """Attention to chosen blocks, in place of ``attention``, for a model that has it."""

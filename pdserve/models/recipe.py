@@ -317,6 +317,39 @@ class SharedKvRecipe:
 
 
 @dataclass(frozen=True, slots=True)
+class BlockIndexRecipe:
+    """What chooses the tokens that a token attends to, by blocks of ``every`` tokens (Qwen 4, 2026).
+
+    A token has an index key, and those of a block become one by their mean, a norm, and a rotation by the position of
+    the block's first token. A token attends to the blocks whose keys score highest, of those that end with it or before
+    it, and to all tokens behind the last one of these. Names are those of tensors, within the layer.
+    """
+
+    count: int
+    """The most blocks that a token attends to."""
+    every: int
+    heads: int
+    channels: int
+    """The channels of a key, and of each head's query. The first of them are turned, as many as the attention's."""
+    norm: Norm
+    """The norm of queries and of keys of blocks."""
+    projection: str = "self_attn.indexer.index_qk_proj"
+    """Leads from the layer's input to the queries of all heads, and then to the key of a token."""
+    query_norm: str = "self_attn.indexer.q_layernorm"
+    key_norm: str = "self_attn.indexer.k_layernorm"
+
+    @property
+    def numbers(self) -> int:
+        """The fp32 numbers of a layer's state: the keys of tokens whose block is not complete."""
+        return (self.every - 1) * self.channels
+
+    @property
+    def whole(self) -> int:
+        """The longest context of which a token attends to all."""
+        return (self.count + 1) * self.every - 1
+
+
+@dataclass(frozen=True, slots=True)
 class GateRecipe:
     """Gates of heads: each head's output is multiplied by what ``activation`` makes of its gate."""
 
@@ -367,6 +400,8 @@ class AttentionRecipe:
     """How keys and values come from latents, if they do."""
     shared: SharedKvRecipe | None = None
     """How all heads have one vector of a token as key and value, if they do."""
+    blocks: BlockIndexRecipe | None = None
+    """What chooses the tokens that a token attends to; None if it attends to all before it."""
     gate: GateRecipe | None = None
     """What each head's output is multiplied by, if it is gated."""
     value_dim: int | None = None
@@ -545,7 +580,8 @@ class DeltaNetRecipe:
     width: int
     """The tokens that the convolution sees."""
     norm: Norm
-    """The norm of each value head, whose output is multiplied by ``silu(gate)``."""
+    """The norm of each value head, whose output is multiplied by what ``gate`` makes of its gate."""
+    gate: Activation = Activation.SILU
     inner: tuple[str, ...] = ("linear_attn.in_proj_qkvz", "linear_attn.in_proj_ba")
     """The projections to queries, keys, values and gates, and to betas and steps, both by key head.
 
@@ -850,6 +886,76 @@ class StreamsRecipe:
 
 
 @dataclass(frozen=True, slots=True)
+class GatedStreamsRecipe:
+    """Several residuals side by side, of which each part of a layer is given a mean with gates (Qwen 4, 2026).
+
+    All streams of a token, each normalised by itself, give the gates of their channels, by two products with silu
+    between, and the weights with which the part's output is added to each stream.
+    """
+
+    count: int
+    rank: int
+    """The numbers that gates are made of."""
+    norm: Norm
+    """That of each stream."""
+    mix: str = "attn_hyper_connection"
+    """What the names of the tensors begin with, within the layer: for the part that mixes tokens."""
+    feed: str = "mlp_hyper_connection"
+    """What they begin with for the feed-forward part."""
+    head: str = "model.hyper_connection_mixer"
+    """What those of the mean behind the last layer begin with, within the model."""
+
+
+@dataclass(frozen=True, slots=True)
+class NgramRecipe:
+    """What the last tokens add to several residuals before a layer: vectors of hashed n-grams (Qwen 4, 2026).
+
+    An n-gram is a token and those before it, of which none before the newest is ``end``. Its ids, multiplied and
+    combined by exclusive or, give a row in the table of each of ``heads``. All vectors of a token give a value, and a
+    key for each stream, which say by their product with the stream how much of the value it gets. A convolution sees
+    every ``before + 1``-th of the last tokens' values.
+    """
+
+    multipliers: tuple[int, ...]
+    """Of the newest token's id, of the one before it, and so on. So many tokens are the longest n-gram."""
+    sizes: tuple[int, ...]
+    """The rows of each head's table, one behind the other: those of pairs of tokens first."""
+    rows: int
+    """Those of all tables, and padding."""
+    channels: int
+    """The channels of one head's vector."""
+    end: int
+    width: int
+    """The tokens that the convolution sees."""
+    stream_channels: int
+    """The channels of all streams."""
+    norm: Norm
+    """That of each stream, of its keys and of its values."""
+    name: str = "ple"
+    """What the names of the tensors begin with, within the layer."""
+
+    @property
+    def before(self) -> int:
+        """The tokens before the newest one in the longest n-gram."""
+        return len(self.multipliers) - 1
+
+    @property
+    def heads(self) -> int:
+        """The heads of n-grams of each length."""
+        return len(self.sizes) // self.before
+
+    @property
+    def seen(self) -> int:
+        """The tokens before the newest one among which are those that the convolution sees."""
+        return (self.width - 1) * len(self.multipliers)
+
+    @property
+    def numbers(self) -> int:
+        """The fp32 numbers of a layer's state: ids of tokens, and what the convolution still sees."""
+        return self.before * self.before + self.seen * self.stream_channels
+
+
+@dataclass(frozen=True, slots=True)
 class LayerRecipe:
     """Attention, a mixer, or both beside each other, and then a feed-forward part; or only one of the two."""
 
@@ -869,8 +975,10 @@ class LayerRecipe:
     mixer: MixerRecipe | None = None
     """A part with a state, which is given what attention is given, and whose output is added to attention's."""
     scales: PartScales = PartScales()
-    streams: StreamsRecipe | None = None
+    streams: StreamsRecipe | GatedStreamsRecipe | None = None
     """How the residuals are mixed if there are several. All layers have the same."""
+    ngrams: NgramRecipe | None = None
+    """What is added to the residuals before the layer, if there are several."""
     shortcut: ExpertsRecipe | None = None
     """Experts that are given what the feed-forward part is. What they give is added at the end of the next layer."""
 
@@ -949,6 +1057,7 @@ class ModelRecipe:
     layers_a_number: int = 1
     """So many of the layers have one number in the names of tensors."""
     last_norm: str = "model.norm"
+    """Empty if there is none."""
     head: str = "lm_head"
     head_biased: bool = False
     precise_head: bool = False

@@ -28,7 +28,7 @@ from pdserve.models.checkpoint.decoder_config import DecoderConfig, FamilyConfig
 from pdserve.models.checkpoint.weights import Checkpoint
 from pdserve.models.decoder import build_decoder
 from pdserve.models.drafting import Choose, Drafting, KnownTokens, likeliest
-from pdserve.models.latent_plan import LatentStep, SharedStep, plan_latents, sparse_form
+from pdserve.models.latent_plan import BlockStep, LatentStep, SharedStep, plan_latents, sparse_form
 from pdserve.models.parts.projections import Building
 from pdserve.models.rank_cache import (
     TORCH_DTYPES,
@@ -437,6 +437,7 @@ class ModelRunner:
         self._scale, self._cap = config.attention_scale, config.attention_cap
         self._latent = config.latent if isinstance(config, FamilyConfig) else None
         self._shared = isinstance(config, FamilyConfig) and config.shared is not None
+        self._blocks = config.blocks if isinstance(config, FamilyConfig) else None
         self._max_model_len, self._hidden_size = max_model_len, config.hidden_size
         self._scored_rows = max(1, SCORED_LOGITS // config.vocab_size)
         self._kernels = kernels
@@ -572,21 +573,24 @@ class ModelRunner:
         """Returns the cache as these rows use it."""
         if self._shared:
             return self._planned_shared(rows)
-        attention, latents = list[Attention](), list[LatentStep]()
+        attention, latents, blocks = list[Attention](), list[LatentStep](), None
         for group in self.cache.attention:
+            if self._blocks is not None:
+                blocks = BlockStep(self._kernels, group, _spans(group, rows), self._scale, self._blocks)
+                continue
             planned = self._planned_group(group, _spans(group, rows))
             if isinstance(planned, LatentStep):
                 latents.append(planned)
             else:
                 attention.append(planned)
         if not self.cache.states:
-            return StepCache(attention, (), latents)
+            return StepCache(attention, (), latents, blocks=blocks)
         lengths = [len(row.token_ids) for row in rows]
         states = []
         for kept in self.cache.states:
             runs = state_runs(lengths, [row.table(kept.number) for row in rows], kept, self.kv_cache.device)
             states.append(StepStates(kept.layers, runs))
-        return StepCache(attention, states, latents)
+        return StepCache(attention, states, latents, blocks=blocks)
 
     def _planned_shared(self, rows: Sequence[StepRow]) -> StepCache:
         """Returns the cache as these rows use it, for a model whose heads share one vector of a token."""

@@ -126,6 +126,7 @@ from pdserve.models.families.qwen import (
     Qwen3Settings,
     Qwen3VlMoeTextSettings,
     Qwen3VlTextSettings,
+    Qwen4ExpSettings,
     Qwen35MoeSettings,
     Qwen35Settings,
 )
@@ -148,6 +149,7 @@ FAMILIES: dict[str, type[FamilySettings]] = {
     "qwen3_next": Qwen3NextSettings,
     "qwen3_5_text": Qwen35Settings,
     "qwen3_5_moe_text": Qwen35MoeSettings,
+    "qwen4_exp_text": Qwen4ExpSettings,
     "lara_mini": LaraMiniSettings,
     "lfm2": Lfm2Settings,
     "lfm2_moe": Lfm2MoeSettings,
@@ -291,6 +293,7 @@ COMPOSITES: dict[str, Composite] = {
     "qwen3_vl_moe": Composite("qwen3_vl_moe_text", tied=False),
     "qwen3_5": Composite("qwen3_5_text", tied=False),
     "qwen3_5_moe": Composite("qwen3_5_moe_text", tied=False),
+    "qwen4_exp": Composite("qwen4_exp_text", tied=False),
     "kimi_k25": Composite("deepseek_v3", tied=True),
     "lfm2_vl": Composite("lfm2", tied=True),
     "lfm3_vl": Composite("lfm3", tied=True),

@@ -123,7 +123,11 @@ def test_a_model_with_latents_is_measured(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("case", "what"),
-    [("deepseek-v32", "tokens that an indexer chooses"), ("deepseek-v4", "entries for several tokens")],
+    [
+        ("deepseek-v32", "tokens that an indexer chooses"),
+        ("deepseek-v4", "entries for several tokens"),
+        ("qwen4-exp", "tokens that an indexer chooses"),
+    ],
 )
 def test_a_model_that_attends_to_some_tokens_is_refused(tmp_path: Path, case: str, what: str) -> None:
     model = save_tiny(case, tmp_path)

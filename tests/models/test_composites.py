@@ -31,6 +31,7 @@ from tests.models.tiny_families import (
     LFM3,
     LLAMA4,
     MLA,
+    QWEN4,
     SLIDING,
 )
 from tests.tiny_models import SHAPE, WINDOW
@@ -106,6 +107,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         | {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 36, "rope_parameters": DELTA_SECTIONS},
         QWEN_VISION,
     ),
+    "qwen4-exp": ("qwen4_exp", QWEN4 | {"rope_parameters": DELTA_SECTIONS}, QWEN_VISION),
     "muse-glimmer": (
         "muse_glimmer",
         SHAPE | {"num_hidden_layers": 5, "sliding_window": WINDOW, "output_multiplier": 0.7, "post_norm_eps": 0.01},
@@ -170,7 +172,7 @@ def save(case: str, folder: Path, **changes: object) -> Path:
             torch.nn.init.uniform_(tensor.data, -1.5, 1.5)
         elif tensor.is_floating_point() and ("norm" in name or name.endswith("bias")):
             torch.nn.init.uniform_(tensor.data, 0.5, 1.5)
-        elif "language_model" in name or "text_model" in name or "lm_head" in name:
+        elif tensor.is_floating_point() and any(part in name for part in ("language_model", "text_model", "lm_head")):
             torch.nn.init.normal_(tensor.data, 0, 0.4)
     model.tie_weights()
     model.save_pretrained(folder)
@@ -299,6 +301,18 @@ def test_eos_tokens_of_the_whole_go_before_those_of_the_part(tmp_path: Path) -> 
     folder = save("qwen3-vl", tmp_path, eos_token_id=[7, 9])
     (folder / "generation_config.json").unlink(missing_ok=True)
     assert read_decoder_config(folder).eos_token_ids == {7, 9}
+
+
+@pytest.mark.nightly
+def test_ngrams_end_at_the_tokens_of_the_part(tmp_path: Path) -> None:
+    folder = save("qwen4-exp", tmp_path, eos_token_id=PROMPT[20])
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    config["text_config"]["eos_token_id"] = [PROMPT[7], 2]
+    path.write_text(json.dumps(config))
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    assert read_decoder_config(folder).eos_token_ids == {PROMPT[20]}
+    assert_logits(folder, reference(folder))
 
 
 @pytest.mark.parametrize(

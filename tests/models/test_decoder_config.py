@@ -93,6 +93,9 @@ SMALL: dict[str, Any] = {
     "vocab_size": 512,
     "max_position_embeddings": 256,
 }
+QWEN4: dict[str, Any] = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+QWEN4 |= {"indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 256}
+QWEN4 |= {"indexer_budget": 64, "indexer_compress_ratio": 4}
 ODD: dict[str, Any] = {"hidden_size": 0, "num_attention_heads": 0, "num_key_value_heads": 0, "kv_channels": 0}
 
 
@@ -202,10 +205,33 @@ def test_every_decoder_of_transformers_is_accepted_or_refused_in_a_sentence(tmp_
         ("hy_v4", SMALL | {"indexer_types": ["shared", "full"]}, "indexer_types must be 'full' or 'shared'"),
         ("hy_v4", SMALL | {"mlp_layer_types": ["moe"] * 2}, "mlp_layer_types must be 'dense' or 'sparse'"),
         ("bitnet", SMALL | {"kv_lora_rank": 64}, r"it has latent attention \(kv_lora_rank\)"),
-        ("qwen4_exp_text", {}, "layers with linear attention"),
+        ("qwen4_exp_text", {}, "layers with attention need indexer_n_heads and indexer_kv_heads and indexer_head_dim"),
+        ("qwen4_exp_text", QWEN4 | {"indexer_budget": None}, "layers with attention need indexer_budget"),
+        (
+            "qwen4_exp_text",
+            QWEN4 | {"indexer_budget": 9},
+            "indexer_budget 9 is no multiple of indexer_compress_ratio 4",
+        ),
+        ("qwen4_exp_text", QWEN4 | {"indexer_kv_heads": 2}, "indexer_kv_heads 2 is not supported; supported: 1"),
+        ("qwen4_exp_text", QWEN4 | {"indexer_head_dim": 62}, "index keys of 62 channels .* cannot turn 256 of them"),
+        ("qwen4_exp_text", QWEN4 | {"hc_count": 1}, "hc_count 1 is not supported"),
+        ("qwen4_exp_text", QWEN4 | {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
+        ("qwen4_exp_text", QWEN4 | {"output_gate_type": "tanh"}, "output_gate_type 'tanh' is not supported"),
+        ("qwen4_exp_text", QWEN4 | {"num_experts": 0}, "10 experts a token .* cannot be chosen from 0"),
+        ("qwen4_exp_text", QWEN4 | {"layer_types": ["sliding_attention"] * 2}, "must be one of 'full_attention' and"),
+        ("qwen4_exp_text", QWEN4 | {"ple_layer_ids": [2]}, "have to be layers with 'linear_attention', of which the"),
+        ("qwen4_exp_text", QWEN4 | {"ple_layer_ids": [0]}, "ple_layer_ids .0. have to be layers with"),
+        ("qwen4_exp_text", QWEN4 | {"ple_layer_ids": [1]}, "ple_layer_ids need an eos_token_id, which n-grams end at"),
+        ("qwen4_exp_text", QWEN4 | {"ple_layer_ids": [1], "ngram_size": 1}, "over 0 heads of n-grams"),
+        (
+            "qwen4_exp_text",
+            QWEN4 | {"ple_layer_ids": [1], "ple_embed_dim": 9},
+            "9 channels .* over 16 heads of n-grams",
+        ),
+        ("mellum", SMALL | {"layer_types": ["linear_attention"] * 2}, "layers with linear attention"),
         ("inkling_text", {}, "state spaces or convolutions"),
         ("jetmoe", ODD, "its configuration has num_attention_heads 0"),
-        ("qwen4_exp", {}, r"the text model within it is a qwen4_exp_text model \(text_config"),
+        ("mllama", {}, r"the text model within it is a mllama_text_model model \(text_config"),
         ("voxtral", {}, r"the text model within it is a llama model .*, and has to be in a folder of its own"),
         ("blt", {}, "made of several models.*patcher"),
         ("bart", {}, "an encoder beside its decoder"),

@@ -206,6 +206,8 @@ NO_OWN_DEFAULT: dict[str, dict[str, Any]] = {
     "laguna": {"num_key_value_heads": 2},
     "mamba2": {"hidden_size": 64, "num_heads": 8, "head_dim": 16},
     "mimo_v2_flash": {"num_key_value_heads": 2},
+    "qwen4_exp_text": {"indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 256}
+    | {"indexer_budget": 64, "indexer_compress_ratio": 4},
 }
 """What files of these families cannot leave out, or not in small shapes."""
 
@@ -428,9 +430,13 @@ WITHOUT_EFFECT = {
     *("expand", "n_shared_experts"),  # Nemotron-H's code reads none of them
     "pretraining_tp",  # how Llama was trained; transformers reads it no more
 }
-WITHOUT_EFFECT_IN = {"nemotron_h": {"sliding_window", "time_step_min"}, "mamba2": {"time_step_rank"}}
+WITHOUT_EFFECT_IN = {
+    "nemotron_h": {"sliding_window", "time_step_min"},
+    "mamba2": {"time_step_rank"},
+    "qwen4_exp_text": {"split_ngram_parts"},
+}
 """What one family does not read. For a Nemotron-H, transformers takes ``time_step_min`` for the least length of a
-step, but the files' ``time_step_limit`` begins at 0."""
+step, but the files' ``time_step_limit`` begins at 0. Of a Qwen 4, the files say into how many parts a table is cut."""
 
 
 @pytest.mark.parametrize("family", sorted(SETTINGS | TEXT_PARTS))

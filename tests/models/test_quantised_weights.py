@@ -210,6 +210,7 @@ def test_ranks_take_their_share(tiny: Path, tmp_path: Path, name: str, size: int
         pytest.param("qwen3-next", "ct-fp8", marks=pytest.mark.nightly),
         pytest.param("kimi-linear", "fp8-blocks", marks=pytest.mark.nightly),
         pytest.param("deepseek-v4", "fp8-blocks", marks=pytest.mark.nightly),
+        pytest.param("qwen4-exp", "fp8-blocks", marks=pytest.mark.nightly),
     ],
 )
 def test_a_family_has_the_logits_of_its_numbers(tmp_path: Path, case: str, name: str) -> None:

@@ -188,20 +188,29 @@ def test_a_request_that_is_not_finite_does_not_spoil_its_neighbours(make_runner:
 
 
 class NoValues(TorchKernels):
-    """Kernels of a device whose numbers nobody can read. There, experts are one operation, as on a GPU."""
+    """Kernels of a device whose numbers nobody can read. There, experts and states are one operation, as on a GPU."""
+
+    @staticmethod
+    def causal_conv(x: torch.Tensor, *others: Any, silu: bool) -> torch.Tensor:
+        return torch.empty_like(x)
+
+    @staticmethod
+    def gated_delta_rule(qkv: torch.Tensor, decay: torch.Tensor, beta: torch.Tensor, *others: Any) -> torch.Tensor:
+        return qkv.new_empty((*beta.shape, others[0].shape[-1]))
 
     def experts(self, form: ExpertsForm, weights: Iterable[ExpertWeights]) -> Any:
         list(weights)
         return lambda x, logits, beside: torch.empty_like(x)
 
 
-@pytest.mark.parametrize("case", ["llama", "deepseek-v4"])
+@pytest.mark.parametrize("case", ["llama", "deepseek-v4", "qwen4-exp"])
 def test_a_step_asks_its_device_for_nothing(tmp_path: Path, case: str) -> None:
     """A wait for the device is one for the other ranks, which only the group can end. A meta tensor has no numbers."""
     folder = save_case(case, tmp_path)
     config, meta = read_family_config(folder), torch.device("meta")
     runner = GroupedRunner(folder, config, Dtype.FP32, BLOCK_SIZE, 64, 256, NoValues(), device=meta)
-    rows = [StepRow([5], 0, [0], False), StepRow([7], 6, [1, 2], True), StepRow([1, 2, 3], 3, [3, 4], True, range(2))]
+    long = StepRow([1, 2, 3], 13, [3, 4, 6, 7], True, range(2))
+    rows = [StepRow([5], 0, [0], False), StepRow([7], 6, [1, 2], True), long]
     pieces: list[torch.Tensor] = []
     logits = runner.run(rows, score=pieces.append)
     assert [tuple(computed.shape) for computed in (logits, *pieces)] == [(2, VOCAB_SIZE), (2, VOCAB_SIZE)]

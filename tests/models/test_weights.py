@@ -24,6 +24,7 @@ from pdserve_kernels.cpu.torch_kernels import TorchKernels
 from tests.models.grouped_runner import GroupedRunner
 from tests.models.tiny_families import save_tiny
 from tests.models.unsummed import Unsummed
+from tests.nightly import nightly
 from tests.tiny_models import reference_logits, save_tiny_model
 
 
@@ -214,6 +215,10 @@ def test_truncated_file(tmp_path: Path) -> None:
         (
             "deepseek-v4",
             {"ape", "attn_sink", "gate.bias", "gate.weight", "weights_proj.weight", "_fn", "_base", "_scale"},
+        ),
+        nightly(
+            "qwen4-exp",
+            {"A_log", "dt_bias", "hc_norm.weight"} | {f"norm_{of}.weight" for of in ("key", "query", "conv")},
         ),
     ],
 )

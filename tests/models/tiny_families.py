@@ -95,6 +95,12 @@ DELTA: dict[str, Any] = SHAPE | {
     "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.4},
 }
 STATES = ["linear_attention", FULL, "linear_attention"]
+QWEN4: dict[str, Any] = DELTA | EXPERTS | {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 36}
+QWEN4 |= {"hc_count": 3, "hc_lowrank": 14, "indexer_n_heads": 24, "indexer_kv_heads": 1, "indexer_head_dim": 8}
+QWEN4 |= {"indexer_budget": 9, "indexer_compress_ratio": 3, "ple_layer_ids": [1, 3], "ple_embed_dim": 24}
+QWEN4 |= {"heads_per_ngram": 3, "ngram_vocab_size_base": 50, "make_ngram_vocab_size_divisible_by": 16}
+QWEN4 |= {"ple_conv_kernel_size": 3, "split_ngram_parts": 5, "pad_token_id": None, "initializer_range": 0.15}
+"""Tokens see three of the blocks of 3 tokens, by as many scores as ``INDEXED`` has."""
 OLMO_HYBRID: dict[str, Any] = HEADS | {"layer_types": STATES, "pad_token_id": None}
 LFM: dict[str, Any] = HEADS | {"layer_types": ["conv", FULL, "conv"]}
 MAMBA: dict[str, Any] = {"mamba_n_heads": 10, "mamba_d_head": 12, "mamba_d_state": 8}
@@ -225,6 +231,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-5-moe": (
         "qwen3_5_moe_text",
         DELTA | EXPERTS | {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 36},
+    ),
+    "qwen4-exp": ("qwen4_exp_text", QWEN4),
+    "qwen4-exp-wide": (
+        "qwen4_exp_text",
+        QWEN4
+        | {"layer_types": None, "num_hidden_layers": 5, "ple_layer_ids": [2], "hc_count": 2, "ngram_size": 2}
+        | {"indexer_budget": 100, "indexer_compress_ratio": 5, "output_gate_type": "sigmoid", "attention_bias": True}
+        | {"norm_topk_prob": False, "ple_embed_dim": None, "heads_per_ngram": 5, "ple_conv_kernel_size": 4},
     ),
     "lara": (
         "lara_mini",
@@ -517,6 +531,9 @@ def save_tiny(case: str, folder: Path, **changes: object) -> Path:
         if name.endswith("tid2eid"):
             # Each token has as many experts as it is sent to.
             tensor.copy_(torch.rand(len(tensor), model.config.num_local_experts).argsort(1)[:, : tensor.shape[1]])
+        elif name.endswith("ple.conv1d.weight"):
+            # transformers begins with zeros.
+            torch.nn.init.uniform_(tensor.data, -0.5, 0.5)
         elif "correction" in name:
             # Some corrected scores are below 0.
             torch.nn.init.uniform_(tensor.data, -1.5, 1.5)

@@ -159,6 +159,7 @@ def test_a_cache_that_nobody_has_is_refused() -> None:
         "llama4",
         "deepseek-v32",
         "deepseek-v4",
+        "qwen4-exp",
     ],
 )
 @pytest.mark.parametrize("dtype", [Dtype.BF16, Dtype.FP32])

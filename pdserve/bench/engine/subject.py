@@ -185,7 +185,8 @@ def open_subject(
     positions or its device is not there.
     """
     config = read_family_config(folder)
-    chosen = "tokens that an indexer chooses" if config.latent is not None and config.latent.index is not None else ""
+    index = config.blocks if config.latent is None else config.latent.index
+    chosen = "" if index is None else "tokens that an indexer chooses"
     if chosen or config.shared is not None:
         raise ModelError(
             f"{name} attends to {chosen or 'entries for several tokens'}, and pdserve bench engine knows what whole "

@@ -28,16 +28,25 @@ from pdserve.models.checkpoint.weight_form import (
     model_size_of,
     weight_bytes,
 )
-from pdserve.models.latent_plan import SharedLoad, choosing_bytes, expanded_bytes, shared_bytes
+from pdserve.models.latent_plan import (
+    BlockLoad,
+    SharedLoad,
+    choosing_bytes,
+    chosen_bytes,
+    expanded_bytes,
+    shared_bytes,
+)
 from pdserve.models.layer_groups import GroupSize, Load, group_blocks
 from pdserve.models.rank_cache import TORCH_DTYPES
 from pdserve.models.recipe import (
     AttentionRecipe,
     FeedForwardRecipe,
+    GatedStreamsRecipe,
     LatentRecipe,
     LayerRecipe,
     MlpBesideExperts,
     MlpRecipe,
+    NgramRecipe,
     SharedKvRecipe,
 )
 from pdserve.models.runner import SCORED_LOGITS
@@ -98,17 +107,36 @@ def workspace_bytes(
         if decoder.recipe.precise_head and not decoder.recipe.tied:
             beside += decoder.vocab_size * decoder.hidden_size * (_FP32_BYTES - dtype.itemsize) // ranks
         beside += _gathering_bytes(decoder, dtype, ranks, rows, max(rows, tokens))
+        beside += _whole_weights(decoder) * (ranks - 1) // ranks * dtype.itemsize
     return LIBRARY_BYTES + recorded + step_bytes(decoder, dtype, ranks, tokens, rows) + drafting + beside
 
 
 def _gathering_bytes(decoder: FamilyConfig, dtype: torch.dtype, ranks: int, rows: int, tokens: int) -> int:
-    """Returns the most bytes that vectors, gathered for attention to one of each token, take beside activations."""
+    """Returns the most bytes that what is gathered for one layer's attention takes beside activations."""
     most = 0
     for part in decoder.recipe.attention:
+        if part.blocks is not None:
+            heads, kv_heads = decoder.heads // ranks, -(-decoder.kv_heads // ranks)
+            load = BlockLoad(heads, kv_heads, decoder.head_dim, tokens, decoder.max_positions)
+            most = max(most, chosen_bytes(part.blocks, dtype.itemsize, load))
         if part.shared is not None:
             sizes = (decoder.heads // ranks, decoder.head_dim, part.window or 0, rows, tokens, decoder.max_positions)
             most = max(most, shared_bytes(part.shared, dtype.itemsize, SharedLoad(*sizes)))
     return most
+
+
+def _whole_weights(decoder: FamilyConfig) -> int:
+    """Returns how many weights each rank has as a whole of gated residuals, index keys of blocks, and n-grams."""
+    total, hidden = 0, decoder.hidden_size
+    for layer in decoder.recipe.layers:
+        if isinstance(layer.streams, GatedStreamsRecipe):
+            # Before both parts: to the numbers that gates are made of and to weights, and to gates.
+            total += 2 * layer.streams.count * hidden * (2 * layer.streams.rank + layer.streams.count)
+        if layer.attention is not None and layer.attention.blocks is not None:
+            total += hidden * (layer.attention.blocks.heads + 1) * layer.attention.blocks.channels
+        if layer.ngrams is not None:
+            total += len(layer.ngrams.sizes) * layer.ngrams.channels * (layer.ngrams.stream_channels + hidden)
+    return total
 
 
 def _latent_weights(decoder: FamilyConfig, latent: LatentRecipe, ranks: int) -> int:
@@ -185,7 +213,10 @@ def _token_bytes(decoder: DecoderConfig, dtype: torch.dtype, ranks: int) -> int:
         if streams is not None:
             # All residuals are there beside a part; before and behind it they are mixed in fp32.
             residuals = streams.count * decoder.hidden_size
-            widest, held = max(widest, 9 * residuals), held + 2 * residuals
+            ngrams = max(
+                (_ngram_numbers(layer.ngrams, decoder.hidden_size) for layer in layers if layer.ngrams), default=0
+            )
+            widest, held = max(widest, 9 * residuals, ngrams), held + 2 * residuals
     else:
         widest, own, head_dim, held = _attention_numbers(decoder, None, ranks), 0, decoder.head_dim, 0
         if isinstance(decoder, FallbackConfig):
@@ -216,10 +247,21 @@ def _attention_numbers(decoder: DecoderConfig, recipe: AttentionRecipe | None, r
         return _shared_numbers(recipe.shared, heads, decoder.head_dim)
     # A gate is there as it is, and once more as the factor of the result.
     gates = 2 * heads if recipe is not None and recipe.gate is not None else 0
+    if recipe is not None and recipe.blocks is not None:
+        # Queries and keys take steps of their own, and those that choose stand beside, as they come and turned.
+        chosen_by = 6 * (recipe.blocks.heads + 1) * recipe.blocks.channels
+        return (8 * heads + 6 * kv_heads + gates) * decoder.head_dim + chosen_by
     if recipe is None or not recipe.norms_apart:
         return (3 * heads + 2 * kv_heads + gates) * decoder.head_dim
     # Norms take steps of their own, across ranks in fp32, and the rotation is then one, too.
     return (7 * heads + 5 * kv_heads + gates) * decoder.head_dim
+
+
+def _ngram_numbers(ngrams: NgramRecipe, hidden_size: int) -> int:
+    """Returns how many numbers of the model's kind one token has at once in what n-grams add to the residuals."""
+    # Vectors and what they lead to; keys and queries, in fp32 as they are, normalised and weighed; and their product.
+    vectors = 2 * len(ngrams.sizes) * (ngrams.channels + 8) + hidden_size
+    return vectors + 9 * ngrams.stream_channels
 
 
 def _shared_numbers(shared: SharedKvRecipe, heads: int, channels: int) -> int:

@@ -61,10 +61,11 @@ class _Whole(msgspec.Struct):
     eos_token_id: int | list[int] | None = None
 
 
-def text_settings(text: bytes) -> tuple[str, FamilySettings]:
+def text_settings(text: bytes) -> tuple[str, FamilySettings, int | list[int] | None]:
     """Returns the family and the settings of the text part, by a ``config.json`` of one of ``COMPOSITES``.
 
-    Raises ModelError if a setting has a value that it cannot have, or if the part has no recipe.
+    The third result are the end-of-sequence ids; those of the settings are the part's own. Raises ModelError if a
+    setting has a value that it cannot have, or if the part has no recipe.
     """
     try:
         whole = msgspec.json.decode(text, type=_Whole)
@@ -81,9 +82,7 @@ def text_settings(text: bytes) -> tuple[str, FamilySettings]:
     if settings.left_to_transformers():
         raise ModelError(f"its text part is a {family} model (text_config) with settings that no recipe has")
     settings.tie_word_embeddings = _tied(whole.tie_word_embeddings, composite.tied, settings.tie_word_embeddings)
-    if whole.eos_token_id is not None:
-        settings.eos_token_id = whole.eos_token_id
-    return family, settings
+    return family, settings, settings.eos_token_id if whole.eos_token_id is None else whole.eos_token_id
 
 
 def _tied(of_whole: bool | msgspec.UnsetType | None, usual: bool | None, of_part: bool) -> bool:
@@ -158,15 +157,16 @@ def _of_folder(path: Path, found: _Found) -> FamilyConfig:
     family, composite = found.family, found.family in COMPOSITES
     try:
         if composite:
-            family, settings = text_settings(found.text)
+            family, settings, end = text_settings(found.text)
         else:
             settings = settings_from_json(family, found.text)
+            end = settings.eos_token_id
     except ModelError as exc:
         raise ModelError(f"the {found.family} model in {path} cannot be served: {exc}") from exc
     config = _family_config(family, settings, path)
     recipe = _with_what_is_there(within_whole(config.recipe) if composite else config.recipe, path)
-    end = _eos_token_ids(settings.eos_token_id, path)
-    return replace(config, recipe=recipe, eos_token_ids=end, quantisation=quantisation)
+    ids = _eos_token_ids(end, path)
+    return replace(config, recipe=recipe, eos_token_ids=ids, quantisation=quantisation)
 
 
 def _with_what_is_there(recipe: ModelRecipe, path: Path) -> ModelRecipe:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from pdserve.models.checkpoint.safetensors.quantisation import Quantisation
 from pdserve.models.recipe import (
     AttentionRecipe,
+    BlockIndexRecipe,
     ExpertsRecipe,
     LatentRecipe,
     LongScaling,
@@ -92,6 +93,11 @@ class FamilyConfig(DecoderConfig):
     def shared(self) -> SharedKvRecipe | None:
         """How all heads have one vector as key and value, if they do. All layers have the same, but for entries."""
         return next((part.shared for part in self.recipe.attention), None)
+
+    @property
+    def blocks(self) -> BlockIndexRecipe | None:
+        """What chooses the blocks of tokens that a token attends to, if it does. All layers have the same."""
+        return next((part.blocks for part in self.recipe.attention), None)
 
     @property
     def experts(self) -> ExpertsRecipe | None:

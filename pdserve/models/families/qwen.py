@@ -5,7 +5,10 @@ Qwen 3 Next and Qwen 3.5 have gated delta nets in most layers, and gated attenti
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import replace
+from itertools import count, islice
 from typing import ClassVar
 
 from pdserve.errors import ModelError
@@ -28,18 +31,21 @@ from pdserve.models.families.settings import (
 )
 from pdserve.models.recipe import (
     AttentionRecipe,
+    BlockIndexRecipe,
     DeltaNetRecipe,
     DraftRecipe,
     ExpertsRecipe,
     FeedForwardRecipe,
+    GatedStreamsRecipe,
     GateRecipe,
     HeadNorm,
     LayerRecipe,
     ModelRecipe,
+    NgramRecipe,
     Norm,
     Rotary,
 )
-from pdserve_kernels.feed_forward import Scoring
+from pdserve_kernels.feed_forward import Activation, Scoring
 
 
 class Qwen2Settings(FamilySettings, kw_only=True):
@@ -377,6 +383,165 @@ class Qwen35MoeSettings(Qwen3NextSettings, kw_only=True):
     def feed_forward(self, index: int) -> FeedForwardRecipe:
         usual = self.experts()
         return replace(in_one_tensor(usual), apart=usual.expert, normalised=True)
+
+
+OUTPUT_GATES = {"silu": Activation.SILU, "sigmoid": Activation.SIGMOID}
+"""The values of ``output_gate_type``."""
+INDEXED = "indexed_attention"
+MOST_HASHED = 2**63 - 1
+"""The largest product of an id and its multiplier."""
+
+
+class Qwen4ExpSettings(Qwen35MoeSettings, kw_only=True):
+    """Several residuals; attention to chosen blocks of tokens; and vectors of hashed n-grams before some layers."""
+
+    models: ClassVar[str] = "Qwen 4 Exp"
+    turned_part: ClassVar[float] = 1.0
+    layer_kinds: ClassVar[tuple[str, ...]] = (FULL, INDEXED, LINEAR)
+    num_experts: int = 512
+    num_experts_per_tok: Count = 10
+    hc_count: int = 4
+    hc_lowrank: Count = 320
+    ple_layer_ids: list[int] | None = None
+    """The layers before which n-grams are added, from 1 on."""
+    ple_embed_dim: Count | None = None
+    ple_conv_kernel_size: Count = 4
+    ngram_size: int = 3
+    heads_per_ngram: int = 8
+    ngram_vocab_size_base: int = 20_000_000
+    make_ngram_vocab_size_divisible_by: Count = 128
+    seed: int = 1234
+    indexer_n_heads: Count | None = None
+    indexer_kv_heads: Count | None = None
+    indexer_head_dim: Count | None = None
+    indexer_budget: Count | None = None
+    indexer_compress_ratio: Count | None = None
+    output_gate_type: str | None = None
+
+    def check(self) -> None:
+        super().check()
+        check_experts(self.num_experts_per_tok, self.num_experts)
+        if self.gate_of_nets() not in OUTPUT_GATES:
+            known = ", ".join(repr(each) for each in OUTPUT_GATES)
+            raise ModelError(f"output_gate_type {self.gate_of_nets()!r} is not supported; supported: {known}")
+        if self.hc_count < 2:
+            raise ModelError(f"hc_count {self.hc_count} is not supported; there have to be at least 2 residuals")
+        if set(self.kinds()) != {LINEAR}:
+            self._check_index()
+        if self.ple_layer_ids:
+            self._check_ngrams(self.ple_layer_ids)
+
+    def _check_index(self) -> None:
+        names = ("indexer_n_heads", "indexer_kv_heads", "indexer_head_dim", "indexer_budget", "indexer_compress_ratio")
+        lacking = [name for name in names if getattr(self, name) is None]
+        if lacking:
+            raise ModelError(f"layers with attention need {' and '.join(lacking)}")
+        if self.indexer_kv_heads != 1:
+            raise ModelError(f"indexer_kv_heads {self.indexer_kv_heads} is not supported; supported: 1")
+        budget, every, channels = self.indexer_budget or 1, self.indexer_compress_ratio or 1, self.indexer_head_dim or 1
+        if budget % every:
+            raise ModelError(f"indexer_budget {budget} is no multiple of indexer_compress_ratio {every}")
+        turned = self.turned_channels() or self.head_size()
+        if turned > channels:
+            raise ModelError(f"index keys of {channels} channels (indexer_head_dim) cannot turn {turned} of them")
+
+    def _check_ngrams(self, layers: list[int]) -> None:
+        kinds = self.kinds()
+        if not all(1 <= layer <= len(kinds) and kinds[layer - 1] == LINEAR for layer in layers):
+            raise ModelError(f"ple_layer_ids {layers} have to be layers with {LINEAR!r}, of which the first is 1")
+        heads, channels = self.ngram_heads(), self.ngram_channels()
+        if heads <= 0 or channels % heads:
+            raise ModelError(
+                f"{channels} channels (ple_embed_dim) cannot be spread evenly over {heads} heads of n-grams"
+            )
+        if not self.end_tokens():
+            raise ModelError("ple_layer_ids need an eos_token_id, which n-grams end at")
+
+    def ngram_heads(self) -> int:
+        return (self.ngram_size - 1) * self.heads_per_ngram
+
+    def ngram_channels(self) -> int:
+        """Returns the channels of a token's vectors of all heads."""
+        return self.ple_embed_dim or self.hidden_size
+
+    def end_tokens(self) -> list[int]:
+        ids = self.eos_token_id
+        return ids if isinstance(ids, list) else [] if ids is None else [ids]
+
+    def gate_of_nets(self) -> str:
+        return self.output_gate_type or self.hidden_act
+
+    def attention(self, index: int) -> AttentionRecipe:
+        return replace(super().attention(index), blocks=self.blocks())
+
+    def blocks(self) -> BlockIndexRecipe | None:
+        heads, channels = self.indexer_n_heads, self.indexer_head_dim
+        budget, every = self.indexer_budget, self.indexer_compress_ratio
+        if heads is None or channels is None or budget is None or every is None:
+            return None
+        return BlockIndexRecipe(budget // every, every, heads, channels, self.norm())
+
+    def delta_net(self) -> DeltaNetRecipe:
+        return replace(super().delta_net(), gate=OUTPUT_GATES[self.gate_of_nets()])
+
+    def experts(self) -> ExpertsRecipe:
+        return replace(super().experts(), normalised=self.norm_topk_prob)
+
+    def feed_forward(self, index: int) -> FeedForwardRecipe:
+        usual = self.experts()
+        return replace(in_one_tensor(usual), apart=usual.expert)
+
+    def layer(self, index: int) -> LayerRecipe:
+        streams = GatedStreamsRecipe(self.hc_count, self.hc_lowrank, self.norm())
+        return replace(super().layer(index), norms=(), streams=streams, ngrams=self.ngrams(index))
+
+    def ngrams(self, index: int) -> NgramRecipe | None:
+        """Returns what is added before a layer; None if that is nothing."""
+        layers = sorted(set(self.ple_layer_ids or ()))
+        if index + 1 not in layers:
+            return None
+        place, heads, divisor = layers.index(index + 1), self.ngram_heads(), self.make_ngram_vocab_size_divisible_by
+        sizes = tuple(islice(primes_from(self.ngram_vocab_size_base), place * heads, (place + 1) * heads))
+        return NgramRecipe(
+            hash_multipliers(self.vocab_size, self.ngram_size, place, self.seed),
+            sizes,
+            -(-sum(sizes) // divisor) * divisor,
+            self.ngram_channels() // heads,
+            self.end_tokens()[0],
+            self.ple_conv_kernel_size,
+            self.hc_count * self.hidden_size,
+            self.norm(),
+        )
+
+    def recipe(self) -> ModelRecipe:
+        return replace(super().recipe(), draft=None, unused=("mtp.", "model.visual."), last_norm="")
+
+
+def primes_from(first: int) -> Iterator[int]:
+    """Yields the primes that are not less than ``first``, which the tables of n-grams have as many rows as."""
+    for number in count(max(first, 2)):
+        if all(number % divisor for divisor in range(2, math.isqrt(number) + 1)):
+            yield number
+
+
+def hash_multipliers(vocab_size: int, ngram_size: int, layer: int, seed: int) -> tuple[int, ...]:
+    """Returns ``NgramRecipe.multipliers`` of the layer with number ``layer`` of those with n-grams.
+
+    They are odd numbers of SplitMix64 (Steele et al., 2014).
+    """
+    bound, first = max(1, MOST_HASHED // vocab_size // 2), seed + 10007 * layer
+    return tuple(2 * (_splitmix(first + SPLITMIX_STEP * (number + 1)) % bound) + 1 for number in range(ngram_size))
+
+
+SPLITMIX_STEP = 0x9E3779B97F4A7C15
+_64_BITS = 2**64 - 1
+
+
+def _splitmix(value: int) -> int:
+    value = (value + SPLITMIX_STEP) & _64_BITS
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        value = (value ^ (value >> shift)) * factor & _64_BITS
+    return value ^ (value >> 31)
 
 
 class LaraMiniSettings(Qwen3NextSettings, kw_only=True):

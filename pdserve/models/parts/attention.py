@@ -8,14 +8,15 @@ import torch
 import torch.nn.functional as F
 
 from pdserve.models.checkpoint.decoder_config import FamilyConfig
-from pdserve.models.checkpoint.weights import Rows
+from pdserve.models.checkpoint.weights import ALL, Rows
+from pdserve.models.latent_plan import BlockStep
 from pdserve.models.parts.feed_forward import gate_heads
-from pdserve.models.parts.norms import norm_of_all
+from pdserve.models.parts.norms import load_norm, norm_of_all
 from pdserve.models.parts.projections import Building, Projection, RowParallel, column_parallel
 from pdserve.models.parts.rotary import PositionTables, channel_order
 from pdserve.models.recipe import AttentionRecipe, Fusion, HeadNorm, Norm, NormKind, NormScope
 from pdserve.models.tp.shares import kv_share, share, spread
-from pdserve_kernels.contract import Attention, HeadNorms
+from pdserve_kernels.contract import Attention, HeadNorms, StateRuns
 
 QUERY, KEY, VALUE = range(3)
 
@@ -64,8 +65,7 @@ class SelfAttention:
 
     def __call__(self, x: torch.Tensor, tables: PositionTables, attention: Attention) -> torch.Tensor:
         """Maps ``x``, normalised ``[tokens, hidden_size]``, to the same shape."""
-        tokens, projected = x.shape[0], self._qkv(x)
-        gates, qkv = projected[:, : self._gates], self._by_head(projected[:, self._gates :])
+        gates, qkv = self._inner(x)
         if self._apart is None:
             if tables.query_scale is not None:
                 # What is rotated later is turned by the same angle whatever its length.
@@ -82,12 +82,22 @@ class SelfAttention:
             )
         else:
             attended = self._attended(qkv, tables, attention, self._apart)
+        return self._put_out(attended, gates)
+
+    def _put_out(self, attended: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
+        """Maps the results of heads, ``[tokens, heads, head_dim]``, to ``[tokens, hidden_size]``."""
+        tokens = len(attended)
         if self._gate is not None:
             attended = attended.view(tokens, self._heads, -1)
             attended = gate_heads(self._kernels, gates, attended, self._gate.activation)
         if self._value_dim != self._head_dim:
             attended = attended.view(tokens, -1, self._head_dim)[..., : self._value_dim]
         return self._out(attended.reshape(tokens, -1))
+
+    def _inner(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns all gates, ``[tokens, n]``, and what ``_by_head`` makes of queries, keys and values."""
+        projected = self._qkv(x)
+        return projected[:, : self._gates], self._by_head(projected[:, self._gates :])
 
     def _by_head(self, qkv: torch.Tensor) -> torch.Tensor:
         """Returns what is projected as ``[tokens, heads, head_dim]``, with zeros behind values that are narrower."""
@@ -138,6 +148,108 @@ class SelfAttention:
             return _ordered(taken + norms.norm.offset, self._order)
 
         return HeadNorms(weight(norms.query), weight(norms.key), norms.norm.eps)
+
+
+class BlockAttention(SelfAttention):
+    """Attention to chosen blocks of tokens (``BlockIndexRecipe``), of the layer that is ``index`` of its cache group.
+
+    A rank has some of the heads, and makes the keys of all blocks.
+    """
+
+    def __init__(
+        self, config: FamilyConfig, building: Building, recipe: AttentionRecipe, prefix: str, index: int, number: int
+    ) -> None:
+        """Takes the layer's tensors, whose names begin with ``prefix``. ``number`` is that of its keys of blocks."""
+        super().__init__(config, building, recipe, prefix, index)
+        assert recipe.blocks is not None and recipe.rotary is not None and self._norms is not None
+        assert recipe.window is None and recipe.query_scale is None and not recipe.sinks
+        self._blocks, self._number = recipe.blocks, number
+        channels = self._blocks.channels
+        self._turned = recipe.rotary.width or config.head_dim
+        """The channels of an index key that are turned."""
+        outputs = (self._blocks.heads + 1) * channels
+        projection = Projection(prefix + self._blocks.projection, outputs, ALL)
+        self._project = column_parallel(building, config.hidden_size, [projection])
+        self._query_norm, self._key_norm = (
+            load_norm(building, self._blocks.norm, prefix + name, channels)
+            for name in (self._blocks.query_norm, self._blocks.key_norm)
+        )
+        shape = (self._blocks.every, 1, channels)
+        self._taps = torch.ones(shape, dtype=torch.float32, device=building.checkpoint.device)
+
+    def of_blocks(
+        self,
+        x: torch.Tensor,
+        tables: PositionTables,
+        whole: PositionTables,
+        step: BlockStep,
+        states: torch.Tensor | None,
+        runs: StateRuns | None,
+    ) -> torch.Tensor:
+        """Does what ``__call__`` does. ``whole`` are the tables of all positions.
+
+        ``states`` are those of the layer; None if a block is one token.
+        """
+        gates, qkv = self._inner(x)
+        index = self._project(x).view(len(x), self._blocks.heads + 1, self._blocks.channels)
+        self._store_keys(index[:, -1], whole, step, states, runs)
+        some = step.chosen
+        if some is None:
+            return self._put_out(self._seeing_all(qkv, tables, step), gates)
+        if step.attention is None:
+            return self._put_out(self._choosing(qkv, index, tables, step), gates)
+        attended = qkv.new_empty(len(x), self._heads, self._head_dim)
+        others = step.direct
+        attended[others] = self._seeing_all(qkv[others], tables.at(others), step)
+        attended[some] = self._choosing(qkv[some], index[some], tables.at(some), step)
+        return self._put_out(attended, gates)
+
+    def _seeing_all(self, qkv: torch.Tensor, tables: PositionTables, step: BlockStep) -> torch.Tensor:
+        assert step.attention is not None
+        found = step.attention.from_projection(self._index, qkv, tables.cos, tables.sin, self._norms)
+        return found.view(len(qkv), self._heads, -1)
+
+    def _choosing(
+        self, qkv: torch.Tensor, index: torch.Tensor, tables: PositionTables, step: BlockStep
+    ) -> torch.Tensor:
+        """Stores keys and values of the tokens that choose, and attends, as ``_seeing_all`` does in one."""
+        norms = self._norms
+        assert norms is not None
+        kv, normed = self._kv_heads, self._kernels.rms_norm
+        query, key, value = torch.split(qkv, [qkv.shape[1] - 2 * kv, kv, kv], 1)
+        query, key = normed(query, norms.query, norms.eps), normed(key, norms.key, norms.eps)
+        query, key = torch.split(
+            self._kernels.rotary(torch.cat((query, key), 1), tables.cos, tables.sin), [query.shape[1], kv], 1
+        )
+        step.store(self._index, torch.stack((key, value)))
+        normed_index = self._query_norm(index[:, :-1].contiguous())
+        return step(self._index, self._number, query.contiguous(), self._rotated(normed_index, tables))
+
+    def _store_keys(
+        self,
+        keys: torch.Tensor,
+        whole: PositionTables,
+        step: BlockStep,
+        states: torch.Tensor | None,
+        runs: StateRuns | None,
+    ) -> None:
+        """Stores the keys of the blocks that become complete, by those of all tokens, ``[tokens, channels]``."""
+        every, means = self._blocks.every, keys
+        if states is not None and runs is not None:
+            before = states.view(-1, 1, every - 1, self._blocks.channels)
+            # The mean of the last tokens, of which those of the last one of a block are used.
+            sums = self._kernels.causal_conv(keys.float().unsqueeze(1), self._taps, None, before, runs, silu=False)
+            means = sums.squeeze(1) / every
+        if len(step.ended):
+            normed = self._key_norm(means[step.ended].to(keys.dtype))
+            turned = self._rotated(normed.unsqueeze(1), whole.at(step.positions))
+            step.store_keys(self._number, turned.squeeze(1))
+
+    def _rotated(self, heads: torch.Tensor, tables: PositionTables) -> torch.Tensor:
+        """Turns the first channels of ``[tokens, heads, channels]``."""
+        turned, still = heads[..., : self._turned], heads[..., self._turned :]
+        angles = (tables.cos[:, : self._turned // 2], tables.sin[:, : self._turned // 2])
+        return torch.cat((self._kernels.rotary(turned.contiguous(), *angles), still), -1)
 
 
 HeadStep = Callable[[torch.Tensor], torch.Tensor]

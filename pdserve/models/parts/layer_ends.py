@@ -1,22 +1,34 @@
 """Computes what layers do with the residual beside adding to it.
 
-At its end, a layer may add an input of its own, and scale the sum. There may be several residuals, which parts mix.
+At its end, a layer may add an input of its own, and scale the sum. There may be several residuals, which parts mix, or
+of which they are given a mean, and to which something may be added before a layer.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
 
 from pdserve.errors import ModelError
 from pdserve.models.checkpoint.decoder_config import FamilyConfig
-from pdserve.models.parts.feed_forward import activation_of
-from pdserve.models.parts.norms import load_norm
-from pdserve.models.parts.projections import Building
+from pdserve.models.checkpoint.weights import ALL
+from pdserve.models.parts.feed_forward import activation_of, gated
+from pdserve.models.parts.norms import StreamNorm, load_norm
+from pdserve.models.parts.projections import Building, Projection, column_parallel
 from pdserve.models.parts.vocabulary import VocabParallelEmbedding
-from pdserve.models.recipe import LayerRecipe, MlpRecipe, PerLayerEmbedding, PerLayerInput, StreamsRecipe
+from pdserve.models.recipe import (
+    GatedStreamsRecipe,
+    LayerRecipe,
+    MlpRecipe,
+    NgramRecipe,
+    PerLayerEmbedding,
+    PerLayerInput,
+    StreamsRecipe,
+)
+from pdserve_kernels.contract import StateRuns
 from pdserve_kernels.feed_forward import Activation
 
 HALF = 2.0**-0.5
@@ -180,3 +192,157 @@ def _weighted(weights: torch.Tensor, streams: torch.Tensor) -> torch.Tensor:
     for number in range(1, streams.shape[1]):
         total = total + weights[:, number].unsqueeze(-1) * streams[:, number]
     return total
+
+
+class GatedMean:
+    """Gives a part of a layer the mean of the streams of a token, with gates. Every rank computes the whole."""
+
+    def __init__(
+        self, hidden_size: int, building: Building, recipe: GatedStreamsRecipe, name: str, *, spreads: bool = False
+    ) -> None:
+        """Takes the tensors whose names begin with ``name``. ``spreads`` says that a part's output is added."""
+        count, width = recipe.count, recipe.count * hidden_size
+        self._kernels, self._count, self._rank = building.kernels, count, recipe.rank
+        self._norm = StreamNorm(building, recipe.norm, f"{name}.hc_norm", count, hidden_size)
+        parts = [Projection(f"{name}.input_mix_weight_down", recipe.rank, ALL)]
+        if spreads:
+            parts.append(Projection(f"{name}.block_inject_weight", count, ALL))
+        self._down = column_parallel(building, width, parts)
+        self._up = building.linear(building.weight(f"{name}.input_mix_weight_up.weight", (width, recipe.rank)))
+
+    def __call__(self, streams: torch.Tensor) -> torch.Tensor:
+        """Maps ``[tokens, count, hidden_size]`` to ``[tokens, hidden_size]``."""
+        return self._opened(streams)[0]
+
+    def _opened(self, streams: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the mean, and what stands behind the numbers that gates are made of: nothing, or one per stream."""
+        flat = self._norm(streams).flatten(1)
+        inner = self._down(flat) / self._count
+        made = self._kernels.activated(inner[:, : self._rank].contiguous(), Activation.SILU, gated=False)
+        parts = gated(self._kernels, self._up(made), flat, Activation.SIGMOID).view(streams.shape)
+        total = parts[:, 0].float()
+        for number in range(1, self._count):
+            total = total + parts[:, number]
+        return (total / self._count).to(streams.dtype), inner[:, self._rank :]
+
+
+class GatedConnection(GatedMean):
+    """Satisfies ``Opening``: a mean with gates, and the output of a part added to each stream with a weight."""
+
+    def __init__(self, hidden_size: int, building: Building, recipe: GatedStreamsRecipe, name: str) -> None:
+        """Takes the tensors whose names begin with ``name``."""
+        super().__init__(hidden_size, building, recipe, name, spreads=True)
+
+    def opened(self, streams: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Maps ``[tokens, count, hidden_size]`` to the part's input, ``[tokens, hidden_size]``, and to the weights,
+        ``[tokens, count]``, with which ``closed`` adds the output."""
+        given, spread = self._opened(streams)
+        return given, 2 * self._kernels.activated(spread.contiguous(), Activation.SIGMOID, gated=False)
+
+    @staticmethod
+    def closed(streams: torch.Tensor, output: torch.Tensor, spread: torch.Tensor) -> torch.Tensor:
+        """Returns the streams with the part's output, ``[tokens, hidden_size]``, added to each of them."""
+        return streams + output.unsqueeze(1) * spread.unsqueeze(-1)
+
+
+LEAST_GATE = 1e-6
+"""The least product of a key and a stream, whatever its sign, of which the root is taken."""
+
+
+class Ngrams:
+    """What the last tokens add to several residuals (``NgramRecipe``). Ranks share the table, and compute the whole."""
+
+    def __init__(self, hidden_size: int, building: Building, recipe: NgramRecipe, prefix: str) -> None:
+        """Takes the tensors of the layer whose names begin with ``prefix``.
+
+        Raises ModelError if the file has other numbers for hashing than the recipe.
+        """
+        checkpoint, name = building.checkpoint, f"{prefix}{recipe.name}"
+        self._recipe, self._kernels, self._hidden = recipe, building.kernels, hidden_size
+        self._count = count = recipe.stream_channels // hidden_size
+        self._hashed = _Hashed(building, recipe, f"{name}.ple_embedding")
+        inputs = len(recipe.sizes) * recipe.channels
+        table = f"{name}.ple_embedding.ngram_embedding"
+        self._table = VocabParallelEmbedding(building, table, (recipe.rows, recipe.channels), f"{table}.shard_{{}}")
+        parts = [
+            Projection(f"{name}.key_proj", recipe.stream_channels, ALL),
+            Projection(f"{name}.value_proj", hidden_size, ALL),
+        ]
+        self._inner = column_parallel(building, inputs, parts)
+        self._key_norm, self._query_norm, self._conv_norm = (
+            StreamNorm(building, recipe.norm, f"{name}.norm_{each}", count, hidden_size)
+            for each in ("key", "query", "conv")
+        )
+        weight = checkpoint.take(f"{name}.conv1d.weight", (recipe.stream_channels, 1, recipe.width))
+        every = recipe.before + 1
+        # Between the tokens that it sees are others, whose weights are 0.
+        self._conv = weight.new_zeros(recipe.seen + 1, count, hidden_size)
+        self._conv[::every] = weight.view(count, hidden_size, recipe.width).permute(2, 0, 1)
+
+    def __call__(
+        self, streams: torch.Tensor, token_ids: torch.Tensor, state: torch.Tensor, runs: StateRuns
+    ) -> torch.Tensor:
+        """Returns what is added to ``streams``, ``[tokens, count, hidden_size]``, and writes each run's next state.
+
+        ``token_ids`` is ``[tokens]``, and ``state`` fp32 ``[num_blocks, 1, numbers]``.
+        """
+        recipe, tokens, kernels = self._recipe, len(token_ids), self._kernels
+        ids, values = torch.split(state, [recipe.before**2, state.shape[-1] - recipe.before**2], -1)
+        rows = self._hashed(token_ids, ids, runs)
+        vectors = self._table(rows.flatten()).view(tokens, -1)
+        keys, value = torch.split(self._inner(vectors), [recipe.stream_channels, self._hidden], 1)
+        keys = self._key_norm(keys.reshape(streams.shape))
+        gates = (keys.float() * self._query_norm(streams)).sum(-1) / self._hidden**0.5
+        gates = gates.abs().clamp_min(LEAST_GATE).sqrt() * gates.sign()
+        gates = kernels.activated(gates, Activation.SIGMOID, gated=False).to(streams.dtype)
+        own = gates.unsqueeze(-1) * value.unsqueeze(1)
+        before = values.view(-1, self._count, recipe.seen, self._hidden)
+        return own + kernels.causal_conv(self._conv_norm(own), self._conv, None, before, runs, silu=True)
+
+
+class _Hashed:
+    """Finds the rows of n-grams in the table."""
+
+    def __init__(self, building: Building, recipe: NgramRecipe, name: str) -> None:
+        self._recipe, self._kernels = recipe, building.kernels
+        device, starts = building.checkpoint.device, [0, *accumulate(recipe.sizes)][:-1]
+        numbers = {"layer_multipliers": recipe.multipliers, "ngram_heads_vocab_sizes": recipe.sizes}
+        for end, known in (numbers | {"ngram_heads_offsets": tuple(starts)}).items():
+            _check_known(building, f"{name}.{end}", known)
+        shape = (recipe.before, recipe.heads)
+        self._sizes, self._starts = (
+            torch.tensor(each, dtype=torch.int64, device=device).view(shape) for each in (recipe.sizes, starts)
+        )
+        # Each token is given the ids of those before it by a convolution, of which each channel sees one of them.
+        self._taps = torch.zeros(recipe.before + 1, 1, recipe.before, device=device)
+        for distance in range(1, recipe.before + 1):
+            self._taps[recipe.before - distance, 0, distance - 1] = 1.0
+
+    def __call__(self, token_ids: torch.Tensor, state: torch.Tensor, runs: StateRuns) -> torch.Tensor:
+        """Maps ids, ``[tokens]``, to rows, int64 ``[tokens, lengths, heads]``, and writes each run's next state.
+
+        ``state`` is fp32 ``[num_blocks, 1, before * before]``. It has ids and 1, so that 0 is none.
+        """
+        recipe, tokens = self._recipe, len(token_ids)
+        known = (token_ids + 1).float().view(-1, 1, 1).expand(tokens, 1, recipe.before).contiguous()
+        states = state.view(-1, 1, recipe.before, recipe.before)
+        seen = self._kernels.causal_conv(known, self._taps, None, states, runs, silu=False)
+        earlier = seen.view(tokens, recipe.before).long() - 1
+        mixed, found = token_ids.long() * recipe.multipliers[0], list[torch.Tensor]()
+        ended = torch.zeros_like(token_ids, dtype=torch.bool)
+        for place, multiplier in enumerate(recipe.multipliers[1:]):
+            one = earlier[:, place]
+            ended = ended | (one < 0) | (one == recipe.end)
+            mixed = mixed ^ (one.masked_fill(ended, recipe.end) * multiplier)
+            found.append(mixed.unsqueeze(1) % self._sizes[place] + self._starts[place])
+        return torch.stack(found, 1)
+
+
+def _check_known(building: Building, name: str, known: tuple[int, ...]) -> None:
+    """Raises ModelError if the file has other numbers under this name. It need not have any."""
+    checkpoint = building.checkpoint
+    if not checkpoint.has(name):
+        return
+    stored = checkpoint.take(name, (len(known),), dtype=torch.int64)
+    if not stored.is_meta and stored.tolist() != list(known):
+        raise ModelError(f"{checkpoint.path}: {name!r} is not what follows from the settings: {list(known)}")

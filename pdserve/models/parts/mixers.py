@@ -172,7 +172,7 @@ class DeltaNet:
             rates,
             norm,
             recipe.norm.eps,
-            Activation.SILU,
+            recipe.gate,
             beta_scale=recipe.beta_scale,
         )
         out = (hidden, recipe.value_heads * recipe.value_dim)

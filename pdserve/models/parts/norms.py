@@ -79,6 +79,23 @@ class GatedNorm:
         return (normed * gates).to(normed.dtype)
 
 
+class StreamNorm:
+    """Normalises each of several residuals by itself, with weights of its own. It computes in fp32."""
+
+    def __init__(self, building: Building, norm: Norm, name: str, count: int, hidden_size: int) -> None:
+        """Takes the tensor of the norm ``name``, of ``count`` residuals."""
+        checkpoint = building.checkpoint
+        weight = checkpoint.take(f"{name}.weight", (count * hidden_size,), dtype=torch.float32) + norm.offset
+        self._weight = weight.view(count, hidden_size)
+        self._ones = torch.ones(hidden_size, dtype=torch.float32, device=checkpoint.device)
+        self._kernels, self._eps = building.kernels, norm.eps
+
+    def __call__(self, streams: torch.Tensor) -> torch.Tensor:
+        """Maps ``[tokens, count, hidden_size]`` to the same shape."""
+        normed = self._kernels.rms_norm(streams.float().flatten(0, 1), self._ones, self._eps)
+        return (normed.view(streams.shape) * self._weight).to(streams.dtype)
+
+
 class LayerNorm:
     """Satisfies ``LoadedNorm``."""
 

@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+from itertools import count
+
 import torch
 import torch.nn.functional as F
 
+from pdserve.errors import ModelError
 from pdserve.models.parts.projections import Building
 from pdserve.models.recipe import LearnedPositions, ModelRecipe
 from pdserve.models.tp.shares import TpGroup, vocab_part, vocab_share
-from pdserve_kernels.contract import Linear, UnreadWeight
+from pdserve_kernels.contract import BlockWeight, Linear, UnreadWeight
 
 
 class VocabParallelEmbedding:
     """The embedding. Each rank holds the vectors of a part of the vocabulary."""
 
-    def __init__(self, building: Building, name: str, shape: tuple[int, int]) -> None:
-        """Takes the tensor ``name``, which has ``shape``, ``(vocab_size, hidden_size)``, as a whole."""
+    def __init__(self, building: Building, name: str, shape: tuple[int, int], part_name: str = "") -> None:
+        """Takes the tensor ``name``, which has ``shape``, ``(vocab_size, hidden_size)``, as a whole.
+
+        With a ``part_name``, it may be several tensors, one behind the other, with their numbers in place of ``{}``.
+        """
         self._tp = building.tp
         self._part = vocab_share(self._tp, shape[0])
-        weight = building.weight(f"{name}.weight", shape, rows=self._part)
+        if part_name and building.checkpoint.has(f"{part_name.replace('{}', '0')}.weight"):
+            weight: UnreadWeight | BlockWeight = _of_parts(building, part_name, shape, self._part)
+        else:
+            weight = building.weight(f"{name}.weight", shape, rows=self._part)
         self.key = weight.key
         self.table = building.table(weight)
 
@@ -31,6 +40,35 @@ class VocabParallelEmbedding:
 
     def _vectors(self, ids: torch.Tensor) -> torch.Tensor:
         return F.embedding(ids, self.table) if isinstance(self.table, torch.Tensor) else self.table.rows(ids)
+
+
+def _of_parts(building: Building, part_name: str, shape: tuple[int, int], mine: slice) -> UnreadWeight:
+    """Returns this rank's rows of a tensor that is stored in parts. Raises ModelError if they have another shape."""
+    checkpoint, taken, first = building.checkpoint, list[tuple[int, UnreadWeight]](), 0
+    for number in count():
+        name = f"{part_name.replace('{}', str(number))}.weight"
+        if not checkpoint.has(name):
+            break
+        rows, end = checkpoint.shape(name)[0], first + checkpoint.shape(name)[0]
+        own = slice(max(first, mine.start), min(end, mine.stop))
+        if own.start < own.stop:
+            place = slice(own.start - first, own.stop - first)
+            taken.append((own.start - mine.start, checkpoint.take_unread(name, (rows, shape[1]), place)))
+        else:
+            checkpoint.leave(name, (rows, shape[1]))
+        first = end
+    if first != shape[0]:
+        raise ModelError(f"{checkpoint.path}: {part_name!r} have {first} rows together, and {shape[0]} are needed")
+
+    def read() -> torch.Tensor:
+        # All parts beside the whole would be the largest tensor of a model twice.
+        whole = torch.empty(mine.stop - mine.start, shape[1], dtype=checkpoint.dtype, device=checkpoint.device)
+        for start, part in taken:
+            whole[start : start + part.shape[0]] = part.read()
+        return whole
+
+    key = " ".join(part.key for _, part in taken)
+    return UnreadWeight(key, (mine.stop - mine.start, shape[1]), checkpoint.dtype, read)
 
 
 class VocabParallelHead:

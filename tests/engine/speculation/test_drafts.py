@@ -74,9 +74,12 @@ def force(monkeypatch: pytest.MonkeyPatch, right: Sequence[Sequence[int]], share
     monkeypatch.setattr(Speculation, "_counts", as_many_as_there_are)
 
 
-@pytest.fixture(scope="module", params=["llama", "ministral", "qwen3-5", "deepseek-v3", nightly("deepseek-v4")])
+@pytest.fixture(
+    scope="module",
+    params=["llama", "ministral", "qwen3-5", "deepseek-v3", nightly("deepseek-v4"), nightly("qwen4-exp")],
+)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of whole contexts, one with windows, one with states, one with latents, and one with entries."""
+    """A model of whole contexts, and ones with windows, states, latents, entries, and chosen blocks with n-grams."""
     into = tmp_path_factory.mktemp("model")
     return save_tiny_model("llama", into) if request.param == "llama" else save_tiny(request.param, into)
 

@@ -153,6 +153,7 @@ MORE = (
     "gpt-oss",
     "hy4",
     "kimi-linear",
+    "qwen4-exp",
     "llama",
     "llama4",
     "mimo",
