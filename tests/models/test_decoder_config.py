@@ -225,6 +225,11 @@ def test_every_decoder_of_transformers_is_accepted_or_refused_in_a_sentence(tmp_
         ("qwen4_exp_text", QWEN4 | {"ple_layer_ids": [1], "ngram_size": 1}, "over 0 heads of n-grams"),
         (
             "qwen4_exp_text",
+            QWEN4 | {"ple_layer_ids": [1], "ngram_vocab_size_base": 10**18},
+            "16 tables of 1000000000000000000 n-grams",
+        ),
+        (
+            "qwen4_exp_text",
             QWEN4 | {"ple_layer_ids": [1], "ple_embed_dim": 9},
             "9 channels .* over 16 heads of n-grams",
         ),

@@ -392,6 +392,10 @@ MOST_HASHED = 2**63 - 1
 """The largest product of an id and its multiplier."""
 
 
+MOST_TABLES, MOST_ROWS = 4096, 2**32
+"""The most tables of n-grams, and rows of one: a file that names more would keep a search for primes busy."""
+
+
 class Qwen4ExpSettings(Qwen35MoeSettings, kw_only=True):
     """Several residuals; attention to chosen blocks of tokens; and vectors of hashed n-grams before some layers."""
 
@@ -453,6 +457,11 @@ class Qwen4ExpSettings(Qwen35MoeSettings, kw_only=True):
         if heads <= 0 or channels % heads:
             raise ModelError(
                 f"{channels} channels (ple_embed_dim) cannot be spread evenly over {heads} heads of n-grams"
+            )
+        if heads * len(layers) > MOST_TABLES or self.ngram_vocab_size_base > MOST_ROWS:
+            raise ModelError(
+                f"{heads * len(layers)} tables of {self.ngram_vocab_size_base} n-grams (heads_per_ngram, "
+                f"ngram_vocab_size_base) are not supported; supported: {MOST_TABLES} of {MOST_ROWS}"
             )
         if not self.end_tokens():
             raise ModelError("ple_layer_ids need an eos_token_id, which n-grams end at")
