@@ -325,14 +325,25 @@ class SparseForm:
 
     The channels of a key from ``first`` on are its index key, to which queries are not compared. Of tokens with equal
     scores, earlier ones are chosen. A score that is NaN is as high as any.
+
+    With a ``pool``, of which ``count`` is a multiple, so many tokens that follow each other are chosen together, by the
+    first channels of the last one's index key. A token also attends to those of its context behind the last pool.
     """
 
     count: int
     first: int
+    pool: int = 1
+
+    @property
+    def most(self) -> int:
+        """The most tokens that a token attends to. One whose context is no longer attends to all of it."""
+        return self.count + self.pool - 1
 
 
-def check_choosing(layout: KvLayout) -> None:
+def check_choosing(layout: KvLayout, form: SparseForm) -> None:
     """Raises ValueError if no tokens can be chosen in such a cache."""
+    if form.pool > 1 and (layout.fp8 or form.count % form.pool):
+        raise ValueError(f"pools of {form.pool} tokens are chosen of {form.count} in numbers of the model, not in FP8")
     if not layout.shared_channels or layout.kv_heads != 1:
         raise ValueError(f"tokens are chosen where keys have the values in them, not in {layout}")
 

@@ -168,7 +168,7 @@ class RecipeDecoder:
                 self._layers[i : i + 2] = [parts.shortcut(layer.shortcut, parts.prefix(i), *self._layers[i : i + 2])]
         streams = recipe.layers[0].streams
         self._streams = 0 if streams is None else streams.count
-        self._sum = None if streams is None else _of_all_streams(config.hidden_size, building, streams)
+        self._sum = _of_all_streams(config.hidden_size, building, streams)
         self._norm: LoadedNorm | None = None
         if recipe.last_norm:
             self._norm = load_norm(building, recipe.norm, recipe.last_norm, config.hidden_size)
@@ -191,8 +191,10 @@ class RecipeDecoder:
                 load_norm(building, recipe.norm, draft.last_norm, config.hidden_size),
             )
         checkpoint.check_all_taken()
-        # The rows of entries that a step reads are as many as its contexts have.
-        self.capturable = config.shared is None and config.blocks is None
+        index = None if config.latent is None else config.latent.index
+        chosen_one_by_one = config.blocks is None and (index is None or index.pool == 1)
+        # The rows of entries that a step reads, and its blocks and pools that become whole, depend on its contexts.
+        self.capturable = config.shared is None and chosen_one_by_one
 
     @property
     def drafter(self) -> Drafter | None:
@@ -211,8 +213,8 @@ class RecipeDecoder:
             residual = residual.unsqueeze(1).repeat(1, self._streams, 1)
         for layer in self._layers:
             delta, residual = layer(residual, delta, step)
-        if self._sum is not None:
-            residual = self._sum(residual)
+        if self._streams:
+            residual = residual.mean(1) if self._sum is None else self._sum(residual)
         return residual if delta is None else residual + delta
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -294,9 +296,11 @@ def _learned(
 
 
 def _of_all_streams(
-    hidden_size: int, building: Building, streams: StreamsRecipe | GatedStreamsRecipe
-) -> StreamSum | GatedMean:
-    """Returns what maps several residuals to one behind the last layer."""
+    hidden_size: int, building: Building, streams: StreamsRecipe | GatedStreamsRecipe | None
+) -> StreamSum | GatedMean | None:
+    """Returns what maps several residuals to one behind the last layer; None if that is their mean."""
+    if streams is None or not streams.head:
+        return None
     if isinstance(streams, GatedStreamsRecipe):
         return GatedMean(hidden_size, building, streams, streams.head)
     return StreamSum(hidden_size, building, streams, streams.head)

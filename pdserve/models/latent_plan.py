@@ -72,8 +72,10 @@ def choosing_bytes(latent: LatentRecipe, tokens: int, context: int) -> int:
         return 0
     width = max(context, form.count)
     together = min(tokens, max(1, SCORES_AT_ONCE // width))
+    # Of pools, what their tokens have, their gates in fp32, weights, and products.
+    pools = 0 if latent.index is None or form.pool == 1 else (tokens + form.pool) * latent.index.channels * 20
     # Scores, and once more what finds the highest; these, their places, and which are above the lowest.
-    return together * (2 * width * 4 + form.count * (4 + 8 + 1)) + tokens * form.count * 4
+    return pools + together * (2 * width * 4 + form.count * (4 + 8 + 1)) + tokens * form.most * 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +157,49 @@ class LatentStep:
     """That of the rows which attend to chosen latents; None if there are none."""
     chosen: torch.Tensor | None = None
     """The tokens of these; None for all."""
+    pools: PoolMaking | None = None
+    """What makes the keys of pools, of all rows; None if tokens are chosen one by one, or not at all."""
+
+
+class PoolMaking:
+    """Makes the keys by which pools of tokens are chosen (``IndexRecipe.pool``), once their last tokens are computed.
+
+    A token's row of the cache has its key and its gates. In place of those of a pool's last token comes the pool's key:
+    so a block has all that is needed of its tokens, and nothing depends on where a prompt is cut.
+    """
+
+    def __init__(self, group: KvGroup, rows: Sequence[AttentionRow], latent: LatentRecipe, pool: int) -> None:
+        self._layout, self._first = group.layout, latent.channels
+        self._rows = group.layout.tokens(group.cache)
+        new, members, last, first = list[Numbers](), list[Numbers](), list[Numbers](), 0
+        for row in rows:
+            start, size = row.context_len - row.new_tokens, group.layout.block_size
+            begin = start - start % pool
+            at = np.arange(begin, row.context_len)
+            table = block_ids(row.blocks, -(-row.context_len // size))
+            slots = table[at // size] * (group.layout.num_layers * size) + at % size
+            whole = row.context_len // pool * pool - begin
+            new.append(slots[start - begin :])
+            members.append(slots[: max(0, whole)])
+            last.append(first - (start - begin) + np.arange(pool - 1, whole, pool))
+            first += row.new_tokens
+        joined = [np.concatenate(each).astype(np.int32) for each in (new, members, last)]
+        self._new, places, self._last = (moved.long() for moved in to_device(joined, group.cache.device))
+        self._members = places.view(-1, pool)
+
+    def __call__(self, layer: int, key: torch.Tensor, bias: torch.Tensor) -> None:
+        """Stores the step's keys, ``[1, tokens, 1, channels]``, and writes the keys of pools into these.
+
+        ``bias`` is fp32 ``[pool, channels of an index key]``.
+        """
+        # Tokens of one pool may be in several rows of the step.
+        rows = self._rows[layer * self._layout.block_size :]
+        rows.index_copy_(0, self._new, key.view(-1, key.shape[-1]))
+        channels = bias.shape[1]
+        held = rows[:, self._first : self._first + 2 * channels][self._members]
+        keys, gates = torch.split(held, channels, -1)
+        weights = torch.softmax(gates.float() + bias, 1).to(keys.dtype)
+        key[0, self._last, 0, self._first : self._first + channels] = (weights * keys).sum(1)
 
 
 class ExpandedRow:
@@ -253,16 +298,19 @@ def plan_latents(
     attention = chosen = None
     if direct:
         attention = kernels.plan_attention(group.layout, group.cache, [part.row for part in direct], heads, scale)
+    pools = None
+    if latent.index is not None and latent.index.pool > 1:
+        pools = PoolMaking(group, rows, latent, latent.index.pool)
     if sparse and form is not None:
         chosen = kernels.plan_sparse(group.layout, group.cache, [part.row for part in sparse], heads, scale, form)
     if not expanded and not (direct and sparse):
-        return LatentStep(attention, sparse=chosen)
+        return LatentStep(attention, sparse=chosen, pools=pools)
     layouts = (_layout(latent, part.row.context_len, heads, group.layout.dtype) for part in expanded)
     most = max((layout.block_bytes for layout in layouts), default=0)
     room = torch.empty(most, dtype=torch.uint8, device=device)
     spread = tuple(ExpandedRow(kernels, group, part.row, part.first, heads, scale, latent, room) for part in expanded)
     places, others = (moved.long() for moved in to_device([_tokens(direct), _tokens(sparse)], device))
-    return LatentStep(attention, places, spread, chosen, others)
+    return LatentStep(attention, places, spread, chosen, others, pools)
 
 
 def widened(x: torch.Tensor, channels: int) -> torch.Tensor:
@@ -273,7 +321,7 @@ def widened(x: torch.Tensor, channels: int) -> torch.Tensor:
 
 def sparse_form(latent: LatentRecipe) -> SparseForm | None:
     """Returns which tokens a token attends to; None if these are all before it."""
-    return None if latent.index is None else SparseForm(latent.index.count, latent.channels)
+    return None if latent.index is None else SparseForm(latent.index.count, latent.channels, latent.index.pool)
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,14 +336,14 @@ class _Part:
 def _divided(part: _Part, form: SparseForm | None) -> tuple[_Part | None, _Part | None]:
     """Returns the tokens of a row that attend to all before them, and those that choose."""
     row = part.row
-    if form is None or row.context_len <= form.count:
+    if form is None or row.context_len <= form.most:
         return part, None
-    choosing = min(row.new_tokens, row.context_len - form.count)
+    choosing = min(row.new_tokens, row.context_len - form.most)
     others = row.new_tokens - choosing
     if not others:
         return None, part
     return (
-        _Part(replace(row, new_tokens=others, context_len=form.count), part.first),
+        _Part(replace(row, new_tokens=others, context_len=form.most), part.first),
         _Part(replace(row, new_tokens=choosing), part.first + others),
     )
 

@@ -259,6 +259,8 @@ def check_kv_dtype(config: DecoderConfig, kv_dtype: KvCacheDtype) -> None:
     refused = f"--kv-cache-dtype {kv_dtype.value} is not for"
     if not isinstance(config, FamilyConfig):
         raise ConfigError(f"{refused} models that transformers computes; give --kv-cache-dtype auto")
+    if config.latent is not None and config.latent.index is not None and config.latent.index.pool > 1:
+        raise ConfigError(f"{refused} models that choose pools of tokens; give --kv-cache-dtype auto")
     if any(group.keep is Keep.LATEST for group in layer_groups(config).groups):
         raise ConfigError(f"{refused} models with recurrent states; give --kv-cache-dtype auto")
     if config.blocks is not None:

@@ -171,6 +171,12 @@ class IndexRecipe:
     """Whether neighbouring channels are turned against each other, and not the halves."""
     turns_last: bool = False
     """Whether the last channels are turned, and not the first."""
+    pool: int = 1
+    """So many tokens that follow each other are chosen together, by one key, if it is more than 1.
+
+    It is the sum of their keys, weighed for each channel by a softmax of their gates, to which ``pool_bias`` is added.
+    A token also attends to those of its context that are in no whole pool. ``count`` is a multiple of it.
+    """
     shared: bool = False
     """Whether the layer takes what the layer before it has chosen, and has no tensors of its own."""
     norm: Norm = Norm(1e-6, NormKind.LAYER, biased=True)
@@ -184,6 +190,15 @@ class IndexRecipe:
     """The norm of the layer's input that queries come from, of the kind of ``norm``, if they come from that."""
     head_scales: HeadScales | None = None
     """What queries are multiplied by."""
+    pool_gate: str = "self_attn.indexer.index_kpool_compress_gate"
+    """The tensor, by its whole name, that leads from the layer's input to a token's gates."""
+    pool_bias: str = "self_attn.indexer.index_kpool_compress_ape"
+    """The tensor, by its whole name, with the bias of each gate by the place of a token in its pool."""
+
+    @property
+    def kept(self) -> int:
+        """The channels that are kept of a token: its key, and its gates until its pool is whole."""
+        return self.channels * (1 if self.pool == 1 else 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,7 +251,7 @@ class LatentRecipe:
     @property
     def kept(self) -> int:
         """The channels that are kept of a token: its key and its index key."""
-        return self.channels + (0 if self.index is None else self.index.channels)
+        return self.channels + (0 if self.index is None else self.index.kept)
 
 
 @dataclass(frozen=True, slots=True)
@@ -882,7 +897,7 @@ class StreamsRecipe:
     feed: str = "hc_ffn"
     """What they begin with for the feed-forward part."""
     head: str = "model.hc_head.hc"
-    """What those of the sum behind the last layer begin with, within the model."""
+    """What those of the sum behind the last layer begin with, within the model; empty if it is the mean."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -644,7 +644,7 @@ class ModelRunner:
                 where = (group.layout, group.cache, blocks.slots, blocks.tables)
                 planned = (*where, group.heads, self._scale, self._max_model_len)
                 form = None if self._latent is None else sparse_form(self._latent)
-                if form is not None and form.count < self._max_model_len:
+                if form is not None and form.most < self._max_model_len:
                     # Tokens whose context is short choose all of it.
                     latents.append(LatentStep(None, sparse=kernels.plan_sparse_decode(*planned, form)))
                 elif self._latent is not None:

@@ -44,6 +44,7 @@ from pdserve.models.families.glm import (
     Glm4Settings,
     Glm4vMoeTextSettings,
     Glm4vTextSettings,
+    Glm5NextTextSettings,
     GlmSettings,
     Hy3Settings,
     LagunaSettings,
@@ -267,6 +268,7 @@ TEXT_PARTS: dict[str, type[FamilySettings]] = {
     "mistral_large4_text": MistralLarge4Settings,
     "muse_glimmer_text": MuseGlimmerTextSettings,
     "step3p5": Step3p5Settings,
+    "glm5_next_text": Glm5NextTextSettings,
 }
 """The settings of families that there are within composite models alone."""
 
@@ -302,6 +304,7 @@ COMPOSITES: dict[str, Composite] = {
     "minicpmv4_6": Composite("qwen3_5_text", tied=False),
     "minicpmv4_7": Composite("qwen3_5_text", tied=False),
     "step3p7": Composite("step3p5"),
+    "glm5_next": Composite("glm5_next_text", tied=False, flat=True),
     "glm46v": Composite("glm4v_text"),
     "glm4v": Composite("glm4v_text"),
     "glm4v_moe": Composite("glm4v_moe_text"),

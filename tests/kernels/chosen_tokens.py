@@ -79,9 +79,13 @@ def random_step(
     channels: int,
     *,
     sinks: bool = False,
+    pool: int = 1,
 ) -> SparseStep:
-    """Returns a step in which each token attends to ``count``. The last ``channels`` of a key are its index key."""
-    form = SparseForm(count, layout.head_dim - channels)
+    """Returns a step in which each token attends to ``count``. The last ``channels`` of a key are its index key.
+
+    With a ``pool``, tokens attend to so many pools.
+    """
+    form = SparseForm(count * pool, layout.head_dim - channels, pool)
     tokens, dtype = sum(row.new_tokens for row in rows), layout.dtype
     cache = torch.randn(blocks, 1, layout.num_layers, 1, layout.block_size, layout.head_dim).to(dtype)
     key = torch.randn(1, tokens, 1, layout.head_dim).to(dtype)
@@ -91,6 +95,8 @@ def random_step(
         numbers, exponents = reference.quantised(cache)
         cache = torch.cat((numbers.flatten(-2), exponents), -1)
     query = torch.randn(tokens, heads, form.first).to(dtype)
+    # Of pools, not all channels are a key.
+    channels -= 1 if pool > 1 else 0
     chosen_by = torch.randint(-2, 3, (tokens, INDEX_HEADS, channels)).to(dtype)
     weights = torch.randint(-2, 4, (tokens, INDEX_HEADS)).float()
     beside = torch.randn(heads) if sinks else None
@@ -115,9 +121,12 @@ def defined(step: SparseStep) -> tuple[torch.Tensor, torch.Tensor]:
             whole = reference.stored(cache[list(row.blocks), 0, layer, 0], layout).reshape(-1, layout.head_dim)
             for end in range(row.context_len - row.new_tokens + 1, row.context_len + 1):
                 if step.indexed(layer):
-                    keys = whole[:end, form.first :]
-                    scores = reference.index_scores(step.index.query[token], step.index.weights[token], keys)
-                    taken[token] = reference.chosen(scores, form.count)
+                    query, weights = step.index.query[token], step.index.weights[token]
+                    keys = whole[form.pool - 1 : end : form.pool, form.first : form.first + query.shape[1]]
+                    pools = reference.chosen(reference.index_scores(query, weights, keys), form.count // form.pool)
+                    places = pools.unsqueeze(1) * form.pool + torch.arange(form.pool)
+                    behind = torch.arange(end - end % form.pool, end)
+                    taken[token] = torch.cat((places.flatten(), behind))
                 found = whole[taken[token]].float()
                 scores = step.query[token].float() @ found[:, : form.first].T * step.scale
                 sinks = step.sinks_of(layer)

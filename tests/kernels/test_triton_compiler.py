@@ -277,11 +277,11 @@ def test_delta_rules(launches: list[Launch], by_channel: bool) -> None:
     assert check(launches).keys() == {"_gated_delta_rule_kernel"}
 
 
-@pytest.mark.parametrize("fp8", [nightly(False), True])
-def test_attention_to_chosen_tokens(launches: list[Launch], fp8: bool) -> None:
+@pytest.mark.parametrize(("fp8", "pool"), [nightly(False, 1), (True, 1), nightly(False, 16)])
+def test_attention_to_chosen_tokens(launches: list[Launch], fp8: bool, pool: int) -> None:
     layout, rows = KvLayout(1, 2, 16, 704, torch.bfloat16, 512, fp8), [AttentionRow(1, 3000, range(188))]
     cache = layout.allocate(188, torch.device("cpu"))
-    attend = TritonKernels(PROCESSORS).plan_sparse(layout, cache, rows, 128, 0.1, SparseForm(2048, 576))
+    attend = TritonKernels(PROCESSORS).plan_sparse(layout, cache, rows, 128, 0.1, SparseForm(2048, 576, pool))
     query, key, chosen_by = (
         torch.empty(1, *shape, dtype=layout.dtype) for shape in ((128, 576), (1, 1, 704), (64, 128))
     )

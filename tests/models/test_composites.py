@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,11 @@ from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, PreTrained
 from pdserve.errors import ModelError
 from pdserve.models.checkpoint.config_reading import read_decoder_config
 from pdserve.models.runner import StepRow
-from pdserve.models.table import COMPOSITES
+from pdserve.models.table import COMPOSITES, settings_from_values
 from tests.models.greedy import small_runner
-from tests.models.test_families import PROMPT
+from tests.models.rank_program import Case
+from tests.models.test_families import PROMPT, assert_engine_answers
+from tests.models.test_tensor_parallel import computed
 from tests.models.tiny_families import CASES as OF_FAMILIES
 from tests.models.tiny_families import (
     DEEPSEEK_EXPERTS,
@@ -26,6 +29,7 @@ from tests.models.tiny_families import (
     EXPERTS,
     FULL,
     GEMMA4,
+    GLM5,
     GROWING,
     HEADS,
     LFM3,
@@ -34,13 +38,15 @@ from tests.models.tiny_families import (
     QWEN4,
     SLIDING,
 )
-from tests.tiny_models import SHAPE, WINDOW
+from tests.tiny_models import SHAPE, WINDOW, random_prompt
 
 VISION: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 VISION |= {"image_size": 28, "patch_size": 14}
 QWEN_VISION: dict[str, Any] = {"depth": 1, "embed_dim": 16, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2}
 QWEN_VISION |= {"out_hidden_size": 60, "patch_size": 14, "deepstack_visual_indexes": [0], "fullatt_block_indexes": [0]}
 GLM_VISION = QWEN_VISION | {"image_size": 28}
+GLM5_VISION: dict[str, Any] = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2}
+GLM5_VISION |= {"out_hidden_size": 60, "projection_intermediate_size": 16, "image_size": 28, "patch_size": 14}
 GEMMA4_VISION = VISION | {"num_key_value_heads": 2, "head_dim": 8, "position_embedding_size": 16}
 SECTIONS = {"rope_type": "default", "mrope_section": [2, 2, 1], "rope_theta": 5000.0}
 DELTA_SECTIONS = SECTIONS | {"mrope_section": [1, 1, 0], "mrope_interleaved": True, "partial_rotary_factor": 0.4}
@@ -148,6 +154,15 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         HEADS | {"rope_parameters": SECTIONS | {"mrope_section": [1, 1, 1], "partial_rotary_factor": 0.6}},
         GLM_VISION,
     ),
+    "glm5-next": ("glm5_next", GLM5, GLM5_VISION),
+    "glm5-next-wide": (
+        "glm5_next",
+        GLM5
+        | {"index_topk": 96, "index_kpool": 8, "linear_lower_bound": None, "attention_bias": True, "hc_mult": 2}
+        | {"layer_types": [FULL, "linear_attention"], "num_hidden_layers": 2, "indexer_types": ["full"] * 2}
+        | {"mlp_layer_types": ["sparse"] * 2, "n_group": 1, "topk_group": 1, "norm_topk_prob": False, "hc_eps": 0.05},
+        GLM5_VISION,
+    ),
     "glm4v-moe": (
         "glm4v_moe",
         HEADS
@@ -185,11 +200,11 @@ def save(case: str, folder: Path, **changes: object) -> Path:
 
 
 @torch.inference_mode()
-def reference(folder: Path) -> torch.Tensor:
+def reference(folder: Path, prompt: Sequence[int] = PROMPT) -> torch.Tensor:
     """Returns the logits of transformers after each token of the prompt."""
     auto: Any = AutoModelForImageTextToText
     model = auto.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
-    ids = torch.tensor([PROMPT])
+    ids = torch.tensor([prompt])
     # transformers' code for the whole of this one fails if there are no images.
     model = model.language_model if model.config.model_type == "llama4" else model
     logits: torch.Tensor = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits[0]
@@ -212,6 +227,60 @@ def test_every_logit_of_the_text_part_is_that_of_transformers(tmp_path: Path, ca
         # transformers' code for the whole leaves this out. That for the part alone has it, as the model was trained.
         wanted = wanted * 0.0625
     assert_logits(folder, wanted)
+
+
+ALONE_HERE = ("glm5-next", "glm5-next-wide")
+"""Text parts of kinds that no family is."""
+
+
+@pytest.mark.integration
+@pytest.mark.nightly
+@pytest.mark.parametrize("case", ALONE_HERE)
+def test_an_engine_gives_the_tokens_of_transformers(tmp_path: Path, case: str) -> None:
+    assert_engine_answers(save(case, tmp_path))
+
+
+@pytest.mark.integration
+@pytest.mark.nightly
+@pytest.mark.parametrize("case", ALONE_HERE)
+def test_two_ranks_give_the_tokens_of_one(tmp_path: Path, case: str) -> None:
+    folder = save(case, tmp_path)
+    alone, split = computed([Case(str(folder), size, [PROMPT[:6], PROMPT], 8) for size in (1, 2)])
+    assert not alone.error
+    assert split == alone
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("case", ALONE_HERE)
+def test_no_logit_depends_on_chunks(tmp_path: Path, case: str) -> None:
+    """Pools and blocks begin and end within chunks, tokens see more than they attend to, and long rows are expanded."""
+    prompt = random_prompt(120, seed=3)
+    folder = save(case, tmp_path)
+    wanted = reference(folder, prompt)
+    for sizes in ([120], [1, 64, 55], [10, 11, 12, 13, 74], [40, *[1] * 80]):
+        runner, pieces, start = small_runner(folder), list[torch.Tensor](), 0
+        for size in sizes:
+            row = StepRow(prompt[start : start + size], start, range(30), True, range(size))
+            other = StepRow(prompt[5:6], 0, range(30, 32), False)
+            runner.run([other, row], score=pieces.append)
+            start += size
+        torch.testing.assert_close(torch.cat(pieces), wanted, rtol=0, atol=2e-4 * float(wanted.abs().max()))
+
+
+def test_settings_of_text_may_lie_beside_those_of_the_whole(tmp_path: Path) -> None:
+    found = []
+    for values in ({"text_config": GLM5}, GLM5, {}):
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": "glm5_next"} | values))
+        found.append(read_decoder_config(tmp_path))
+    assert found[0] == found[1] != found[2]
+
+
+def test_the_delta_nets_of_a_glm5_may_have_settings_of_their_own() -> None:
+    own: dict[str, object] = {"head_dim": 20, "num_heads": 2, "short_conv_kernel_size": 3, "gate_lower_bound": None}
+    usual: dict[str, object] = {"linear_head_dim": 20, "linear_num_heads": 2, "linear_conv_kernel_dim": 3}
+    for safe, bound in ((False, None), (True, -5.0)):
+        named = settings_from_values("glm5_next_text", {"linear_attn_config": own | {"safe_gate": safe}})
+        assert named.recipe() == settings_from_values("glm5_next_text", usual | {"linear_lower_bound": bound}).recipe()
 
 
 TEXT_PREFIXES = {
@@ -324,6 +393,14 @@ def test_ngrams_end_at_the_tokens_of_the_part(tmp_path: Path) -> None:
         ("step3p7", {"swiglu_limits": [5.0] * 45}, "swiglu_limits must be one of 0, 7, 16 for each of 45 layers"),
         ("step3p7", {"attention_other_setting": {"head_dim": 64}}, "attention_other_setting is only supported with"),
         ("step3p7", {"per_layer_config": {"00": {"num_attention_heads": 8}}}, "per_layer_config is only supported"),
+        ("glm5_next", {"qk_rope_head_dim": 2}, "qk_rope_head_dim 2 is not supported; supported: 0"),
+        ("glm5_next", {"index_kpool_always_select_tail": False}, "index_kpool_always_select_tail False"),
+        ("glm5_next", {"swiglu_limit": 7.0}, "swiglu_limit 7.0 is not supported; supported: 10.0"),
+        ("glm5_next", {"index_kpool": 1}, "pools of 1 tokens"),
+        ("glm5_next", {"index_kpool": 3}, "index_topk, 2048, a multiple of it"),
+        ("glm5_next", {"first_k_dense_replace": 1}, "first_k_dense_replace 1 is not supported; supported: 3"),
+        ("glm5_next", {"layer_types": [FULL] * 44}, "layer_types must be one of 'indexed_attention' and 'linear_att"),
+        ("glm5_next", {"indexer_types": ["full", *["shared"] * 44]}, "layer 3 is 'shared' in indexer_types"),
         ("llava", {"model_type": "llama", "rope_scaling": {"type": "mrope"}}, "rotary scaling 'mrope'"),
         ("llava", {"model_type": "olmo", "clip_qkv": 8.0}, "settings that no recipe has"),
         ("llava", {"model_type": "llama", "quantization_config": {"quant_method": "gptq"}}, "quantised.*gptq"),

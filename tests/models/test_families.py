@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -102,9 +103,12 @@ IN_AN_ENGINE = (
 )
 def test_an_engine_gives_the_tokens_of_transformers(tmp_path: Path, case: str) -> None:
     """Prompts come at once, in chunks beside each other's answers, and find their prefixes the next time."""
-    folder = save_case(case, tmp_path)
     # A node takes the frequencies of long contexts for all prompts if it serves any.
-    lengths = LENGTHS[1:] if case == "phi3-long" else LENGTHS
+    assert_engine_answers(save_case(case, tmp_path), LENGTHS[1:] if case == "phi3-long" else LENGTHS)
+
+
+def assert_engine_answers(folder: Path, lengths: Sequence[int] = LENGTHS) -> None:
+    """Asserts that an engine gives the tokens of transformers to prompts of these lengths, also from their prefixes."""
     prompts = [random_prompt(length, seed=length) for length in lengths]
     wanted = Reference(folder, ANSWER).clear_answers(prompts)
     assert len({token for answer in wanted for token in answer}) > ANSWER // 2

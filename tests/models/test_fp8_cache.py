@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -131,10 +132,15 @@ def test_a_block_has_its_bytes_everywhere(folder: Path, dtype: Dtype) -> None:
 
 @pytest.mark.parametrize(
     ("case", "what"),
-    [("mamba2", "recurrent states"), ("fallback", "transformers")],
+    [("mamba2", "recurrent states"), ("fallback", "transformers"), ("glm5", "pools")],
 )
 def test_what_has_no_form_in_fp8_is_refused_by_name(tmp_path: Path, case: str, what: str) -> None:
-    folder = save_tiny_model("bitnet", tmp_path) if case == "fallback" else save_tiny(case, tmp_path)
+    if case == "glm5":
+        kinds = {"num_hidden_layers": 1, "layer_types": ["full_attention"], "indexer_types": ["full"]}
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": "glm5_next"} | kinds))
+        folder = tmp_path
+    else:
+        folder = save_tiny_model("bitnet", tmp_path) if case == "fallback" else save_tiny(case, tmp_path)
     config = read_decoder_config(folder)
     check_kv_dtype(config, KvCacheDtype.AUTO)
     with pytest.raises(ConfigError, match=f"--kv-cache-dtype fp8 is not for .*{what}"):

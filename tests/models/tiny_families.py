@@ -153,7 +153,13 @@ V4["layer_types"] = [SLIDING, *(f"{kind}_attention" for kind in ("heavily_compre
 V4["mlp_layer_types"] = ["hash_moe", "moe", "hash_moe", "moe"]
 V4["compress_rates"] = {"compressed_sparse_attention": 4, "heavily_compressed_attention": 7}
 """Entries for as many tokens as a block has, and for a number that blocks do not divide."""
-HY4: dict[str, Any] = INDEXED | {"hc_mult": 3, "hc_magnitude": 1.6, "hc_eps": 0.05}
+HY4: dict[str, Any] = INDEXED | {"rms_norm_eps": 0.02, "hc_mult": 3, "hc_magnitude": 1.6, "hc_eps": 0.05}
+GLM5: dict[str, Any] = INDEXED | {"qk_rope_head_dim": 0, "num_hidden_layers": 5, "index_kpool": 3}
+GLM5 |= {"hc_mult": 3, "rms_norm_eps": 0.02}
+GLM5 |= {"layer_types": [f"{kind}_attention" for kind in ("linear", "indexed", "linear", "indexed", "indexed")]}
+GLM5 |= {"indexer_types": ["full"] * 4 + ["shared"], "mlp_layer_types": ["dense", "sparse", "dense", *["sparse"] * 2]}
+GLM5 |= {"linear_num_heads": 4, "linear_head_dim": 12, "linear_conv_kernel_dim": 3, "n_group": 4, "topk_group": 2}
+"""Pools of more tokens than divide a block."""
 AXK2: dict[str, Any] = INDEXED | {"gated_norm_rank": 5, "rope_parameters": {"rope_type": "default"}}
 KIMI: dict[str, Any] = LATENTS | EXPERTS | {"q_lora_rank": None, "moe_intermediate_size": 24, "layer_types": STATES}
 KIMI |= {"linear_num_heads": 4, "linear_head_dim": 12, "linear_conv_kernel_dim": 3}

@@ -44,6 +44,36 @@ class Contexts:
         return newest
 
 
+class Pools:
+    """The pools of some contexts (``SparseForm.pool``)."""
+
+    def __init__(self, contexts: Contexts, form: SparseForm) -> None:
+        self._contexts, self._form = contexts, form
+        complete = contexts.lengths // form.pool
+        firsts, request = np.unique(contexts.starts, return_inverse=True)
+        counts = np.zeros(len(firsts), np.int32)
+        np.maximum.at(counts, request, complete)
+        begins = (np.cumsum(counts, dtype=np.int32) - counts).astype(np.int32)
+        ends = [first + form.pool * (np.arange(count) + 1) - 1 for first, count in zip(firsts, counts, strict=True)]
+        self._last = torch.from_numpy(contexts.rows[np.concatenate(ends)]).long()
+        """The row of each pool's last token."""
+        self._each = Contexts(complete, begins[request], np.arange(len(self._last), dtype=np.int32))
+
+    def chosen(self, tokens: torch.Tensor, index: IndexQueries, choose: Choose) -> Ids:
+        """Returns what ``Choose`` does, ``[tokens, most]``: chosen pools, and what is behind the last one."""
+        form, contexts = self._form, self._contexts
+        keys = tokens[self._last, form.first : form.first + index.query.shape[2]]
+        count = form.count // form.pool
+        found = choose(keys, self._each, index, SparseForm(count, 0)) - self._each.starts[:, None]
+        within = (found[:, :, None] * form.pool + np.arange(form.pool)).reshape(len(found), -1)
+        within = np.pad(within, ((0, 0), (0, form.pool - 1)))
+        complete, place = self._each.lengths[:, None], np.arange(form.most)
+        taken = np.minimum(complete, count) * form.pool
+        at = np.where(place < taken, within, complete * form.pool + place - taken)
+        rows: Ids = contexts.rows[contexts.starts[:, None] + np.clip(at, 0, contexts.lengths[:, None] - 1)]
+        return rows
+
+
 Choose = Callable[[torch.Tensor, Contexts, IndexQueries, SparseForm], Ids]
 """Takes the rows of a layer, and returns those that each token attends to, ``[tokens, count]``, of layer 0.
 
@@ -69,7 +99,10 @@ class GatheredAttention:
     ) -> None:
         self._layout, self._heads, self._scale, self._form = layout, heads, scale, form
         self._plan, self._choose = plan, choose
-        self._contexts = contexts_of(rows, layout)
+        check_choosing(layout, form)
+        self._contexts = contexts = contexts_of(rows, layout)
+        self._pools = None if form.pool == 1 else Pools(contexts, form)
+        self._counts = np.minimum(contexts.lengths, form.count + contexts.lengths % form.pool).tolist()
         self._new = torch.from_numpy(self._contexts.newest).long()
         self._one = replace(layout, num_layers=1, block_size=1)
         if layout.fp8:
@@ -94,7 +127,11 @@ class GatheredAttention:
             return self._in_fp8(layer, query, key, index, sinks)
         self._tokens[first:].index_copy_(0, self._new, key.reshape(-1, layout.head_dim))
         if index is not None:
-            self._chosen = self._choose(self._tokens[first:], self._contexts, index, self._form)
+            tokens = self._tokens[first:]
+            if self._pools is None:
+                self._chosen = self._choose(tokens, self._contexts, index, self._form)
+            else:
+                self._chosen = self._pools.chosen(tokens, index, self._choose)
         rows = self._tokens.view(-1, 1, 1, 1, 1, layout.head_dim)
         query = F.pad(query, (0, layout.head_dim - self._form.first))
         return self._attend(query, rows, self._known + np.int32(first), sinks)
@@ -135,14 +172,12 @@ class GatheredAttention:
 
     def _attend(self, query: torch.Tensor, rows: torch.Tensor, chosen: Ids, sinks: torch.Tensor | None) -> torch.Tensor:
         """Attends to ``rows``, each a block of one token, of which each token has its ``chosen`` ones."""
-        counts = np.minimum(self._contexts.lengths, self._form.count).tolist()
-        found = [AttentionRow(1, count, ids[:count]) for count, ids in zip(counts, chosen, strict=True)]
+        found = [AttentionRow(1, count, ids[:count]) for count, ids in zip(self._counts, chosen, strict=True)]
         return self._plan(self._one, rows, found, self._heads, self._scale)(0, query, None, sinks=sinks)
 
 
 def contexts_of(rows: Sequence[AttentionRow], layout: KvLayout) -> Contexts:
     """Returns the contexts of the rows' new tokens."""
-    check_choosing(layout)
     size = layout.block_size
     parts, lengths, starts, begin = [], [], [], 0
     for row in rows:

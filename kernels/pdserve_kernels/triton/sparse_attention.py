@@ -47,6 +47,7 @@ def _score_kernel(
     blocks,
     scores,
     width,
+    POOL: tl.constexpr,
     HEADS: tl.constexpr,
     CHANNELS: tl.constexpr,
     FIRST: tl.constexpr,
@@ -60,7 +61,7 @@ def _score_kernel(
 ):
     token = tl.program_id(0).to(tl.int64)
     place = tl.program_id(1) * KEYS + tl.arange(0, KEYS)
-    context = tl.load(context_lens + token)
+    context = tl.load(context_lens + token) // POOL
     head = tl.arange(0, BLOCK_HEADS)
     channel = tl.arange(0, BLOCK_CHANNELS)
     seen = place < context
@@ -71,8 +72,10 @@ def _score_kernel(
         queries = tl.load(start + head[:, None] * CHANNELS + channel[None, :], mask=used, other=0.0)
         weight = tl.load(weights + token * HEADS + head, mask=head < HEADS, other=0.0)
         table = blocks + tl.load(block_starts + token)
-        block = tl.load(table + place // BLOCK_SIZE, mask=seen, other=0).to(tl.int64)
-        tile, offset = tiles + block * BLOCK_STRIDE, place % BLOCK_SIZE
+        # The key of a pool is that of its last token.
+        at = place * POOL + (POOL - 1)
+        block = tl.load(table + at // BLOCK_SIZE, mask=seen, other=0).to(tl.int64)
+        tile, offset = tiles + block * BLOCK_STRIDE, at % BLOCK_SIZE
         address = tile + offset * ROW_SIZE + FIRST
         loaded = seen[:, None] & (channel < CHANNELS)[None, :]
         keys = tl.load(address[:, None] + channel[None, :], mask=loaded, other=0)
@@ -99,12 +102,15 @@ def _choose_kernel(
     blocks,
     chosen,
     width,
-    COUNT: tl.constexpr,
+    POOL: tl.constexpr,
+    BLOCK_POOL: tl.constexpr,
+    MOST: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     PLACES: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
-    context = tl.load(context_lens + token)
+    tokens = tl.load(context_lens + token)
+    context = tokens // POOL
     least = tl.load(lowest + token)
     room = tl.load(equals + token)
     table = blocks + tl.load(block_starts + token)
@@ -118,11 +124,19 @@ def _choose_kernel(
         # Of equal scores, the first ones are taken.
         take = seen & ((score > least) | ((same == 1) & (equal + tl.cumsum(same, 0) <= room)))
         counted = take.to(tl.int32)
-        to = taken + tl.cumsum(counted, 0) - 1
-        block = tl.load(table + place // BLOCK_SIZE, mask=take, other=0)
-        tl.store(chosen + token * COUNT + to, block * BLOCK_SIZE + place % BLOCK_SIZE, mask=take)
+        to = (taken + tl.cumsum(counted, 0) - 1) * POOL
+        for each in range(POOL):
+            at = place * POOL + each
+            block = tl.load(table + at // BLOCK_SIZE, mask=take, other=0)
+            tl.store(chosen + token * MOST + to + each, block * BLOCK_SIZE + at % BLOCK_SIZE, mask=take)
         taken += tl.sum(counted, 0)
         equal += tl.sum(same, 0)
+    if POOL > 1:
+        # What is behind the last pool.
+        each = tl.arange(0, BLOCK_POOL)
+        at = context * POOL + each
+        block = tl.load(table + at // BLOCK_SIZE, mask=at < tokens, other=0)
+        tl.store(chosen + token * MOST + taken * POOL + each, block * BLOCK_SIZE + at % BLOCK_SIZE, mask=at < tokens)
 
 
 def choose(
@@ -137,11 +151,12 @@ def choose(
 ) -> None:
     """Writes ``block * block_size + offset`` of the tokens that each token attends to, in their order, to ``chosen``.
 
-    It is int32 ``[tokens, count]``. What is behind a context that is shorter means nothing.
+    It is int32 ``[tokens, most]``. What is behind a context that is shorter means nothing.
     """
     query, weights = index.query.contiguous(), index.weights.contiguous()
     count, heads, channels = query.shape
-    width, tiles = max(max_context, form.count), cache[:, :, layer]
+    taken = form.count // form.pool
+    width, tiles = max(max_context // form.pool, taken), cache[:, :, layer]
     each = max(1, SCORES_AT_ONCE // width)
     for first in range(0, count, each):
         some = slice(first, min(first + each, count))
@@ -157,6 +172,7 @@ def choose(
             tables.blocks,
             scores,
             width,
+            form.pool,
             heads,
             channels,
             form.first,
@@ -168,9 +184,9 @@ def choose(
             max(16, triton.next_power_of_2(channels)),
             KEYS,
         )
-        highest = scores.topk(form.count, sorted=False).values
+        highest = scores.topk(taken, sorted=False).values
         lowest = highest.amin(1)
-        equals = form.count - (highest > lowest.unsqueeze(1)).sum(1, dtype=torch.int32)
+        equals = taken - (highest > lowest.unsqueeze(1)).sum(1, dtype=torch.int32)
         _choose_kernel[(found,)](
             scores,
             lowest,
@@ -180,7 +196,9 @@ def choose(
             tables.blocks,
             chosen[some],
             width,
-            form.count,
+            form.pool,
+            triton.next_power_of_2(form.pool),
+            form.most,
             layout.block_size,
             PLACES,
         )
@@ -201,10 +219,10 @@ class TritonSparseAttention:
         form: SparseForm,
         processors: int,
     ) -> None:
-        check_choosing(layout)
+        check_choosing(layout, form)
         self._layout, self._cache, self._slots, self._tables = layout, cache, slots, tables
         self._scale, self._form, self._max_context = scale, form, max_context
-        self._splits = decode_splits(len(slots), programs_of_heads(layout, heads)[0], form.count, processors)
+        self._splits = decode_splits(len(slots), programs_of_heads(layout, heads)[0], form.most, processors)
         self._chosen: DecodeTables | None = None
 
     def __call__(
@@ -220,10 +238,12 @@ class TritonSparseAttention:
         layout, form, count = self._layout, self._form, len(query)
         kv_write(self._cache, layout, layer, self._slots, key[0], key[0])
         if index is not None:
-            chosen = torch.empty(count, form.count, dtype=torch.int32, device=query.device)
+            chosen = torch.empty(count, form.most, dtype=torch.int32, device=query.device)
             choose(self._cache, layout, layer, self._tables, index, form, self._max_context, chosen)
-            starts = torch.arange(0, count * form.count, form.count, dtype=torch.int32, device=query.device)
-            self._chosen = DecodeTables(self._tables.context_lens.clamp(max=form.count), starts, chosen.flatten())
+            starts = torch.arange(0, count * form.most, form.most, dtype=torch.int32, device=query.device)
+            lens = self._tables.context_lens
+            lens = torch.minimum(lens, form.count + lens % form.pool)
+            self._chosen = DecodeTables(lens, starts, chosen.flatten())
         if self._chosen is None:
             raise ValueError("no layer before this one has chosen tokens")
         out = torch.empty(*query.shape[:2], layout.value_dim, dtype=query.dtype, device=query.device)

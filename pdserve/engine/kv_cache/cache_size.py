@@ -146,7 +146,7 @@ def _latent_weights(decoder: FamilyConfig, latent: LatentRecipe, ranks: int) -> 
     if latent.index is not None:
         queries = (latent.query_rank or decoder.hidden_size) * latent.index.heads * latent.index.channels
         # Those of heads are in fp32.
-        whole += queries + decoder.hidden_size * (latent.index.channels + 2 * latent.index.heads)
+        whole += queries + decoder.hidden_size * (latent.index.kept + 2 * latent.index.heads)
     whole = whole * (ranks - 1) // ranks
     return len(decoder.recipe.attention) * (twice + whole)
 
@@ -242,7 +242,7 @@ def _attention_numbers(decoder: DecoderConfig, recipe: AttentionRecipe | None, r
         # Its keys, its queries as they come, turned and together, and in fp32 its input and the weights of heads.
         index = latent.index
         own += decoder.hidden_size if index.query_norm else 0
-        return own + 5 * index.channels + 4 * index.heads * (index.channels + 1) + 2 * decoder.hidden_size
+        return own + 5 * index.kept + 4 * index.heads * (index.channels + 1) + 2 * decoder.hidden_size
     if recipe is not None and recipe.shared is not None:
         return _shared_numbers(recipe.shared, heads, decoder.head_dim)
     # A gate is there as it is, and once more as the factor of the result.

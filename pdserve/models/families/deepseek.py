@@ -422,6 +422,10 @@ class DeepseekV32Settings(DeepseekV3Settings, kw_only=True):
             raise ModelError(
                 f"an indexer with heads of {self.index_head_dim} channels cannot turn {self.qk_rope_head_dim} of them"
             )
+        self._check_layers()
+
+    def _check_layers(self) -> None:
+        """Raises ModelError unless the kinds of layers are known."""
         if self.layer_types is not None and set(self.layer_types) != {INDEXED}:
             raise ModelError(f"layer_types must be {INDEXED!r} for each of the layers")
 

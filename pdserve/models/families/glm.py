@@ -11,10 +11,22 @@ from typing import ClassVar
 import msgspec
 
 from pdserve.errors import ModelError
-from pdserve.models.families.deepseek import DENSE, SPARSE, check_kinds, first_dense, routed, with_experts
+from pdserve.models.families.deepseek import (
+    DENSE,
+    INDEXED,
+    OWN,
+    SHARED,
+    SPARSE,
+    GlmMoeDsaSettings,
+    check_kinds,
+    first_dense,
+    routed,
+    with_experts,
+)
 from pdserve.models.families.settings import (
     FULL,
     HEAD_NORMS,
+    LINEAR,
     NONE,
     QKV,
     QKVO,
@@ -23,6 +35,7 @@ from pdserve.models.families.settings import (
     FamilySettings,
     RotarySettings,
     check_experts,
+    check_layer_types,
     draft_layer,
     gated,
     gated_expert,
@@ -35,14 +48,17 @@ from pdserve.models.recipe import (
     FeedForwardRecipe,
     GateRecipe,
     HeadNorm,
+    IndexRecipe,
+    KimiDeltaRecipe,
     LayerRecipe,
     MlpRecipe,
     ModelRecipe,
     Norm,
     NormOrder,
     Rotary,
+    StreamsRecipe,
 )
-from pdserve_kernels.feed_forward import SILU_BOUNDS, Activation, Scoring
+from pdserve_kernels.feed_forward import LIMITED_AT, SILU_BOUNDS, Activation, Scoring
 
 GLM4_NORMS = ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm")
 
@@ -719,3 +735,128 @@ class Glm4vMoeTextSettings(Glm4MoeSettings, kw_only=True):
         super().check()
         if self.use_qk_norm:
             raise ModelError("use_qk_norm of a GLM with images is not supported")
+
+
+class GlmDeltaSettings(msgspec.Struct):
+    """The object ``linear_attn_config`` of a GLM 5.3. Kinds of layers are in ``layer_types`` alone."""
+
+    head_dim: Count | None = None
+    num_heads: Count | None = None
+    short_conv_kernel_size: Count | None = None
+    gate_lower_bound: float | msgspec.UnsetType | None = msgspec.UNSET
+    safe_gate: bool = True
+
+
+class Glm5NextTextSettings(GlmMoeDsaSettings, kw_only=True):
+    """GLM 5.3: most layers have a gated delta net, and the others latents, of which pools of tokens are chosen.
+
+    Nothing knows positions. There are several residuals, whose mean the head is given.
+    """
+
+    models: ClassVar[str] = "GLM 5.3 Flash"
+    hidden_size: Count = 4096
+    num_hidden_layers: Count = 45
+    head_dim: int | None = None
+    max_position_embeddings: Count = 1_048_576
+    eos_token_id: int | list[int] | None = None
+    n_routed_experts: Count = 288
+    q_lora_rank: Count | None = 1536
+    qk_nope_head_dim: Count = 256
+    qk_rope_head_dim: int = 0  # nothing is turned
+    index_kpool: Count = 16
+    index_kpool_always_select_tail: bool = True
+    swiglu_limit: float = LIMITED_AT
+    linear_head_dim: Count = 128
+    linear_num_heads: Count = 64
+    linear_conv_kernel_dim: Count = 4
+    linear_lower_bound: float | None = -5.0
+    linear_attn_config: GlmDeltaSettings | None = None
+    hc_mult: Count = 4
+    hc_sinkhorn_iters: Count = 20
+    hc_eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        own = self.linear_attn_config
+        if own is None:
+            return
+        self.linear_head_dim = own.head_dim or self.linear_head_dim
+        self.linear_num_heads = own.num_heads or self.linear_num_heads
+        self.linear_conv_kernel_dim = own.short_conv_kernel_size or self.linear_conv_kernel_dim
+        if not isinstance(own.gate_lower_bound, msgspec.UnsetType):
+            self.linear_lower_bound = own.gate_lower_bound
+        if own.safe_gate and self.linear_lower_bound is None:
+            self.linear_lower_bound = -5.0
+
+    def check(self) -> None:
+        super().check()
+        known = {"qk_rope_head_dim": 0, "index_kpool_always_select_tail": True, "swiglu_limit": LIMITED_AT}
+        for name, value in known.items():
+            if (given := getattr(self, name)) != value:
+                raise ModelError(f"{name} {given!r} is not supported; supported: {value!r}")
+        if self.first_k_dense_replace != 3 and self.mlp_layer_types is None:
+            raise ModelError(f"first_k_dense_replace {self.first_k_dense_replace} is not supported; supported: 3")
+        if self.index_kpool < 2 or self.index_topk % self.index_kpool:
+            raise ModelError(
+                f"pools of {self.index_kpool} tokens (index_kpool) have to be of more than one, and index_topk, "
+                f"{self.index_topk}, a multiple of it"
+            )
+
+    def _check_layers(self) -> None:
+        kinds, sources = self.layers(), self.sources()
+        check_layer_types(kinds, self.num_hidden_layers, INDEXED, LINEAR)
+        for index, kind in enumerate(kinds):
+            before = (kinds[index - 1], sources[index - 1])
+            if kind == INDEXED and sources[index] == SHARED and before != (INDEXED, OWN):
+                raise ModelError(f"layer {index} is {SHARED!r} in indexer_types, and the one before it chooses nothing")
+
+    def scaling(self) -> RotarySettings:
+        return RotarySettings()
+
+    def rotary_of_layer(self, index: int) -> Rotary | None:
+        return None
+
+    def layers(self) -> list[str]:
+        """Returns for each layer whether it has latents or a delta net."""
+        usual = [INDEXED if index % 4 == 3 else LINEAR for index in range(self.num_hidden_layers)]
+        return usual if self.layer_types is None else [INDEXED if kind == FULL else kind for kind in self.layer_types]
+
+    def head_size(self) -> int:
+        # Of a token, an indexer's gates are kept, too.
+        return super().head_size() + self.index_head_dim
+
+    def index(self, index: int) -> IndexRecipe:
+        return replace(super().index(index), pool=self.index_kpool)
+
+    def attention(self, index: int) -> AttentionRecipe:
+        part = super().attention(index)
+        assert part.latent is not None
+        return replace(part, latent=replace(part.latent, norm=self.norm()))
+
+    def mlp(self) -> MlpRecipe:
+        return replace(super().mlp(), activation=Activation.LIMITED_SILU)
+
+    def feed_forward(self, index: int) -> FeedForwardRecipe:
+        part = super().feed_forward(index)
+        if not isinstance(part, ExpertsRecipe):
+            return part
+        limited = replace(part.expert, activation=Activation.LIMITED_SILU)
+        shared = part.shared and replace(part.shared, activation=Activation.LIMITED_SILU)
+        return replace(part, expert=limited, shared=shared)
+
+    def layer(self, index: int) -> LayerRecipe:
+        streams = StreamsRecipe(self.hc_mult, self.hc_sinkhorn_iters, self.hc_eps, self.norm(), head="")
+        layer = replace(super().layer(index), streams=streams)
+        if self.layers()[index] == INDEXED:
+            return layer
+        delta = KimiDeltaRecipe(
+            self.linear_num_heads,
+            self.linear_head_dim,
+            self.linear_conv_kernel_dim,
+            self.norm(),
+            flat_rates=True,
+            least_decay=self.linear_lower_bound,
+        )
+        return replace(layer, attention=None, mixer=delta)
+
+    def recipe(self) -> ModelRecipe:
+        return replace(super().recipe(), draft=None, unused=(f"model.layers.{self.num_hidden_layers}.",))

@@ -119,6 +119,9 @@ class LatentAttention:
         key = latent if self._indexer is None else torch.cat((latent, self._indexer.keys(x, tables)), -1)
         # A layer that takes another one's choice keeps as many channels as the others.
         key = widened(key, sizes.kept).view(1, tokens, 1, -1)
+        if step.pools is not None and self._indexer is not None:
+            assert self._indexer.pool_bias is not None, "a step has pools if indexers have"
+            step.pools(self._index, key, self._indexer.pool_bias)
         index = None
         if self._indexer is not None and step.sparse is not None:
             index = self._indexer.queries(x, down, tables)
@@ -199,10 +202,19 @@ class Indexer:
         weights = building.checkpoint.take(f"{prefix}{index.weights}.weight", (heads, hidden_size), dtype=torch.float32)
         self._weights = building.kernels.linear(weights)
         self._factor = (channels * heads) ** -0.5
+        self.pool_bias: torch.Tensor | None = None
+        """fp32 ``[pool, channels]``; None if tokens are chosen one by one."""
+        self._gate: Linear | None = None
+        if index.pool > 1:
+            bias = prefix + index.pool_bias
+            self.pool_bias = building.checkpoint.take(bias, (index.pool, channels), dtype=torch.float32)
+            gate = building.checkpoint.take(prefix + index.pool_gate, (channels, hidden_size))
+            self._gate = building.kernels.linear(gate)
 
     def keys(self, x: torch.Tensor, tables: PositionTables) -> torch.Tensor:
-        """Maps the layer's input, ``[tokens, hidden_size]``, to ``[tokens, channels]``."""
-        return self._rotated(self._norm(self._key(x)).unsqueeze(1), tables).squeeze(1)
+        """Maps the layer's input, ``[tokens, hidden_size]``, to ``[tokens, kept]``."""
+        keys = self._rotated(self._norm(self._key(x)).unsqueeze(1), tables).squeeze(1)
+        return keys if self._gate is None else torch.cat((keys, self._gate(x)), -1)
 
     def queries(self, x: torch.Tensor, down: torch.Tensor, tables: PositionTables) -> IndexQueries:
         """Returns what index keys are scored by. ``down``, ``[tokens, query_rank]``, is what queries come from."""

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -33,8 +34,10 @@ from pdserve.models.latent_plan import (
     BlockLoad,
     BlockStep,
     LatentStep,
+    PoolMaking,
     SharedLoad,
     SharedStep,
+    choosing_bytes,
     chosen_bytes,
     shared_bytes,
 )
@@ -75,6 +78,7 @@ from pdserve_kernels.contract import (
 from pdserve_kernels.feed_forward import Activation
 from pdserve_kernels.kv_layout import KvLayout
 from tests.engine.live_bytes import LiveBytes
+from tests.models import test_composites
 from tests.models.tiny_families import CASES, save_tiny
 from tests.nightly import nightly
 from tests.tiny_models import save_tiny_model
@@ -227,11 +231,18 @@ INDEX = IndexRecipe(count=2048, heads=64, channels=128, interleaved=False)
 def wide_latents(latent: LatentRecipe | None) -> LatentRecipe | None:
     if latent is None or latent.index is None:
         return latent and LATENT
+    index = replace(INDEX, pool=1 if latent.index.pool == 1 else 16)
     if latent.head_scales is None:
-        return replace(LATENT, index=INDEX)
+        return replace(LATENT, index=index)
     index = replace(latent.index, count=INDEX.count, heads=32, channels=128)
     still = 64 if latent.still else 0
     return replace(latent, rank=512, plain=64 + still, turned=64 - still, still=still, value=128, index=index)
+
+
+def save_any(case: str, folder: Path) -> Path:
+    if case in test_composites.CASES.keys() - CASES.keys():
+        return test_composites.save(case, folder)
+    return save_tiny(case, folder) if case in CASES else save_tiny_model(case, folder)
 
 
 def wide_mixer(mixer: MixerRecipe) -> MixerRecipe:
@@ -380,6 +391,10 @@ SIZES: dict[str, tuple[str, dict[str, Any]]] = {
         "hy4",
         {"hidden_size": 2816, "intermediate_size": 6912, "heads": 32, "kv_heads": 1, "head_dim": 704},
     ),
+    "pools of latents": (
+        "glm5-next",
+        {"hidden_size": 4096, "intermediate_size": 12_288, "heads": 64, "kv_heads": 1, "head_dim": 832},
+    ),
     "latents": (
         "youtu",
         {"hidden_size": 2048, "intermediate_size": 6144, "heads": 16, "kv_heads": 1, "head_dim": 576},
@@ -397,11 +412,18 @@ EXPERTS = {
     "latents that are chosen": (2048, 2048),
     "latents that others have": (6144, 6144),
     "gated latents": (768, 768),
+    "pools of latents": (2048, 2048),
     "narrow experts": (512, 1024),
     "weighed inputs": (8192, 8192),
 }
 """The channels of one expert and of the shared one, if they are not (768, 0)."""
-SPLIT = [(size, ranks) for size in sorted(SIZES) for ranks in (1, 2) if ranks == 1 or size != "parallel"]
+AT_NIGHT = ("pools of latents", 2)
+SPLIT = [
+    pytest.param(size, ranks, marks=[pytest.mark.nightly] if (size, ranks) == AT_NIGHT else [])
+    for size in sorted(SIZES)
+    for ranks in (1, 2)
+    if ranks == 1 or size != "parallel"
+]
 """Sizes and ranks over which their heads can be split."""
 
 
@@ -413,7 +435,7 @@ def one_run() -> StateRuns:
 @pytest.mark.parametrize(("size", "ranks"), SPLIT)
 def test_a_step_takes_no_more_than_is_counted(tmp_path: Path, size: str, ranks: int) -> None:
     family, shape = SIZES[size]
-    saved = save_tiny(family, tmp_path) if family in CASES else save_tiny_model(family, tmp_path)
+    saved = save_any(family, tmp_path)
     sized = replace(read_family_config(saved), vocab_size=152_000, **shape)
     decoder = wide(sized, *EXPERTS.get(size, (768, 0)))
     together: Any = Together(ranks)
@@ -434,6 +456,18 @@ def test_a_step_takes_no_more_than_is_counted(tmp_path: Path, size: str, ranks: 
         model.logits(model.forward(ids, ids, StepCache(attention, states, latents))[:ROWS])
     counted = step_bytes(decoder, BF16, ranks, TOKENS, ROWS)
     assert counted / 4 < live.peak <= counted
+
+
+def test_pools_take_no_more_than_is_counted() -> None:
+    latent = replace(LATENT, index=replace(INDEX, pool=16))
+    layout = KvLayout(1, 1, 16, latent.kept, BF16, latent.rank)
+    group: Any = SimpleNamespace(layout=layout, cache=layout.allocate(TOKENS // 16, torch.device("cpu")))
+    making = PoolMaking(group, [AttentionRow(TOKENS, TOKENS, range(TOKENS // 16))], latent, 16)
+    key, bias = torch.zeros(1, TOKENS, 1, latent.kept, dtype=BF16), torch.zeros(16, INDEX.channels)
+    with LiveBytes() as live:
+        making(0, key, bias)
+    counted = choosing_bytes(latent, TOKENS, TOKENS) - choosing_bytes(replace(latent, index=INDEX), TOKENS, TOKENS)
+    assert counted / 2 < live.peak <= counted
 
 
 V4: dict[str, Any] = {"hidden_size": 4096, "intermediate_size": 2048, "heads": 64, "kv_heads": 1, "head_dim": 512}

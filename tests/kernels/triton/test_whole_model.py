@@ -23,6 +23,7 @@ from pdserve_kernels.contract import BlockFormat, BlockWeight
 from pdserve_kernels.cpu.torch_kernels import TorchKernels
 from pdserve_kernels.triton.triton_kernels import TritonKernels
 from tests.kernels.triton.device import DEVICE, NEEDS_FP8
+from tests.models import test_composites
 from tests.models.converted_gguf import save_converted
 from tests.models.grouped_runner import GroupedRunner
 from tests.models.quantisers import quantised_folders
@@ -46,6 +47,8 @@ def make_runners(folder: Path) -> tuple[ModelRunner, ModelRunner]:
 
 
 def save(family: str, folder: Path) -> Path:
+    if family in test_composites.CASES.keys() - CASES.keys():
+        return test_composites.save(family, folder)
     return save_tiny(family, folder) if family in CASES else save_tiny_model(family, folder)
 
 
@@ -150,6 +153,7 @@ MORE = (
     "deepseek-v32",
     "deepseek-v4",
     "glm-moe-dsa",
+    "glm5-next",
     "gpt-oss",
     "hy4",
     "kimi-linear",
