@@ -180,7 +180,7 @@ class PoolMaking:
             slots = table[at // size] * (group.layout.num_layers * size) + at % size
             whole = row.context_len // pool * pool - begin
             new.append(slots[start - begin :])
-            members.append(slots[: max(0, whole)])
+            members.append(slots[:whole])
             last.append(first - (start - begin) + np.arange(pool - 1, whole, pool))
             first += row.new_tokens
         joined = [np.concatenate(each).astype(np.int32) for each in (new, members, last)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import re
 from collections.abc import Sequence
 from copy import deepcopy
@@ -265,6 +266,33 @@ def test_no_logit_depends_on_chunks(tmp_path: Path, case: str) -> None:
             runner.run([other, row], score=pieces.append)
             start += size
         torch.testing.assert_close(torch.cat(pieces), wanted, rtol=0, atol=2e-4 * float(wanted.abs().max()))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("chained", [False, True])
+def test_tokens_that_are_taken_back_leave_nothing_in_pools(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chained: bool
+) -> None:
+    """As drafts are that prove wrong: in one row, or in rows of a token each that go on with each other."""
+    kinds = {"num_hidden_layers": 3, "layer_types": [FULL] * 3, "indexer_types": ["full", "full", "shared"]}
+    alone = GLM5 | kinds | {"mlp_layer_types": ["dense", "sparse", "sparse"]}
+    monkeypatch.setitem(CASES, "alone", ("glm5_next", alone, GLM5_VISION))
+    folder, choose, prompt = save("alone", tmp_path), random.Random(3), random_prompt(70, seed=4)
+    wanted, runner, pieces, start = reference(folder, prompt), small_runner(folder), list[torch.Tensor](), 0
+    while start < len(prompt):
+        right, wrong = choose.randint(1, 4), choose.randint(0, 6)
+        tokens = [*prompt[start : start + right], *choose.choices(range(3, 500), k=wrong)]
+        right = min(right, len(prompt) - start)
+        if chained:
+            rows = [StepRow([token], start + at, range(32), True) for at, token in enumerate(tokens)]
+            found = runner.run(rows)
+        else:
+            scored = list[torch.Tensor]()
+            runner.run([StepRow(tokens, start, range(32), True, range(len(tokens)))], score=scored.append)
+            found = torch.cat(scored)
+        pieces.append(found[:right].clone())
+        start += right
+    torch.testing.assert_close(torch.cat(pieces), wanted, rtol=0, atol=2e-4 * float(wanted.abs().max()))
 
 
 def test_settings_of_text_may_lie_beside_those_of_the_whole(tmp_path: Path) -> None:
