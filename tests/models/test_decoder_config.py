@@ -222,6 +222,7 @@ def test_every_decoder_of_transformers_is_accepted_or_refused_in_a_sentence(tmp_
         ("qwen4_exp_text", QWEN4 | {"ple_layer_ids": [2]}, "have to be layers with 'linear_attention', of which the"),
         ("qwen4_exp_text", QWEN4 | {"ple_layer_ids": [0]}, "ple_layer_ids .0. have to be layers with"),
         ("qwen4_exp_text", QWEN4 | {"ple_layer_ids": [1]}, "ple_layer_ids need an eos_token_id, which n-grams end at"),
+        ("qwen4_exp_text", QWEN4 | {"ple_layer_ids": [1], "ple_conv_kernel_size": 1}, "has to see at least 2 tokens"),
         ("qwen4_exp_text", QWEN4 | {"ple_layer_ids": [1], "ngram_size": 1}, "over 0 heads of n-grams"),
         (
             "qwen4_exp_text",

@@ -463,6 +463,8 @@ class Qwen4ExpSettings(Qwen35MoeSettings, kw_only=True):
                 f"{heads * len(layers)} tables of {self.ngram_vocab_size_base} n-grams (heads_per_ngram, "
                 f"ngram_vocab_size_base) are not supported; supported: {MOST_TABLES} of {MOST_ROWS}"
             )
+        if self.ple_conv_kernel_size < 2:
+            raise ModelError("ple_conv_kernel_size 1 is not supported; the convolution has to see at least 2 tokens")
         if not self.end_tokens():
             raise ModelError("ple_layer_ids need an eos_token_id, which n-grams end at")
 
