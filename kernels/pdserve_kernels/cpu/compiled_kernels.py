@@ -203,7 +203,11 @@ class CompiledKernels:
 
     def unread_table(self, weight: UnreadWeight) -> torch.Tensor:
         def copy(to: torch.Tensor) -> None:
-            to.view(weight.dtype).view(weight.shape).copy_(weight.read())
+            rows, first = to.view(weight.dtype).view(weight.shape), 0
+            # One part at a time is there twice.
+            for part in weight.parts or (weight,):
+                rows[first : first + part.shape[0]] = part.read()
+                first += part.shape[0]
 
         outer, inner = weight.shape
         key = f"{weight.key} as it is" if weight.key else ""

@@ -227,7 +227,7 @@ class GatedMean:
 
 
 class GatedConnection(GatedMean):
-    """Satisfies ``Opening``: a mean with gates, and the output of a part added to each stream with a weight."""
+    """The mean of streams with gates that a part of a layer is given, and what adds its output to each of them."""
 
     def __init__(self, hidden_size: int, building: Building, recipe: GatedStreamsRecipe, name: str) -> None:
         """Takes the tensors whose names begin with ``name``."""

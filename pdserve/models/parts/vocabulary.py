@@ -44,7 +44,7 @@ class VocabParallelEmbedding:
 
 def _of_parts(building: Building, part_name: str, shape: tuple[int, int], mine: slice) -> UnreadWeight:
     """Returns this rank's rows of a tensor that is stored in parts. Raises ModelError if they have another shape."""
-    checkpoint, taken, first = building.checkpoint, list[tuple[int, UnreadWeight]](), 0
+    checkpoint, taken, first = building.checkpoint, list[UnreadWeight](), 0
     for number in count():
         name = f"{part_name.replace('{}', str(number))}.weight"
         if not checkpoint.has(name):
@@ -53,7 +53,7 @@ def _of_parts(building: Building, part_name: str, shape: tuple[int, int], mine: 
         own = slice(max(first, mine.start), min(end, mine.stop))
         if own.start < own.stop:
             place = slice(own.start - first, own.stop - first)
-            taken.append((own.start - mine.start, checkpoint.take_unread(name, (rows, shape[1]), place)))
+            taken.append(checkpoint.take_unread(name, (rows, shape[1]), place))
         else:
             checkpoint.leave(name, (rows, shape[1]))
         first = end
@@ -63,12 +63,12 @@ def _of_parts(building: Building, part_name: str, shape: tuple[int, int], mine: 
     def read() -> torch.Tensor:
         # All parts beside the whole would be the largest tensor of a model twice.
         whole = torch.empty(mine.stop - mine.start, shape[1], dtype=checkpoint.dtype, device=checkpoint.device)
-        for start, part in taken:
-            whole[start : start + part.shape[0]] = part.read()
+        for rows, part in zip(torch.split(whole, [part.shape[0] for part in taken]), taken, strict=True):
+            rows.copy_(part.read())
         return whole
 
-    key = " ".join(part.key for _, part in taken)
-    return UnreadWeight(key, (mine.stop - mine.start, shape[1]), checkpoint.dtype, read)
+    key = " ".join(part.key for part in taken)
+    return UnreadWeight(key, (mine.stop - mine.start, shape[1]), checkpoint.dtype, read, tuple(taken))
 
 
 class VocabParallelHead:
