@@ -12,7 +12,7 @@ import torch
 from pdserve.errors import ModelError
 from pdserve.models.checkpoint.decoder_config import DecoderConfig, FallbackConfig, FamilyConfig
 from pdserve.models.layer_groups import Place, layer_groups
-from pdserve.models.parts.attention import BlockAttention, SelfAttention
+from pdserve.models.parts.attention import BlockAttention, HeadBlockAttention, SelfAttention
 from pdserve.models.parts.experts import BesideExperts, Experts
 from pdserve.models.parts.feed_forward import FeedForward, Mlp
 from pdserve.models.parts.latent import LatentAttention, SharedKvAttention
@@ -193,8 +193,9 @@ class RecipeDecoder:
         checkpoint.check_all_taken()
         index = None if config.latent is None else config.latent.index
         chosen_one_by_one = config.blocks is None and (index is None or index.pool == 1)
-        # The rows of entries that a step reads, and its blocks and pools that become whole, depend on its contexts.
-        self.capturable = config.shared is None and chosen_one_by_one
+        # The rows of entries that a step reads, its scored index keys, and its blocks and pools that become whole,
+        # depend on its contexts.
+        self.capturable = config.shared is None and config.head_blocks is None and chosen_one_by_one
 
     @property
     def drafter(self) -> Drafter | None:
@@ -280,6 +281,7 @@ def _positions_of(config: FamilyConfig, part: AttentionRecipe) -> tuple[Rotary |
     """Returns what tells a layer's kind of positions: how heads turn, and how many channels they have."""
     of_some = part.latent or part.shared
     channels = config.of_layer(part).head_dim if of_some is None else of_some.turned
+    channels = channels if part.head_blocks is None else part.head_blocks.head_dim
     return part.rotary, part.query_scale, channels
 
 
@@ -385,6 +387,8 @@ class _Parts:
                 assert entries is not None, "blocks have keys"
                 of_state = None if state is None else self._of_states.index(state.group)
                 attend = _AttendToBlocks(BlockAttention(*built, entries.index), table, of_state, number or 0)
+            elif recipe.attention.head_blocks is not None:
+                attend = _AttendToHeadBlocks(HeadBlockAttention(*built), table)
             elif recipe.attention.latent is None:
                 attend = _Attend(SelfAttention(*built), table, group)
             else:
@@ -529,6 +533,18 @@ class _AttendToLatents:
         if self.gives is not None:
             step.latents[self.gives] = latents
         return out
+
+
+@dataclass(frozen=True, slots=True)
+class _AttendToHeadBlocks:
+    """A layer's attention to chosen blocks, or beside layers that have it."""
+
+    attend: HeadBlockAttention
+    table: int
+
+    def __call__(self, x: torch.Tensor, step: Step) -> torch.Tensor:
+        assert step.cache.head_blocks is not None, "a model with such layers plans for them"
+        return self.attend(x, step.tables[self.table], step.cache.head_blocks)
 
 
 @dataclass(frozen=True, slots=True)

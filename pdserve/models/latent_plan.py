@@ -12,6 +12,8 @@ further tokens are gathered from two cache groups, and each token attends to its
 
 Where blocks of tokens are chosen (``BlockIndexRecipe``), those tokens choose whose context has more than they attend
 to, and the keys and values of what they choose are gathered.
+Where each KV head chooses blocks (``HeadBlocksRecipe``), tokens with short contexts attend as in any other model, and
+for the others the keys and values of chosen blocks are gathered.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ import torch
 import torch.nn.functional as F
 
 from pdserve.models.rank_cache import KvGroup, RunNumbers
-from pdserve.models.recipe import BlockIndexRecipe, LatentRecipe, SharedKvRecipe
+from pdserve.models.recipe import BlockIndexRecipe, HeadBlocksRecipe, LatentRecipe, SharedKvRecipe
 from pdserve_kernels.contract import (
     SCORES_AT_ONCE,
     Attention,
@@ -42,6 +44,7 @@ from pdserve_kernels.cpu.torch_kernels import KvWrite, numbers
 from pdserve_kernels.feed_forward import Activation
 from pdserve_kernels.host_copies import block_ids, to_device
 from pdserve_kernels.kv_layout import KvLayout
+from pdserve_kernels.reference import dequantised
 
 Numbers: TypeAlias = npt.NDArray[Any]
 
@@ -112,6 +115,28 @@ def shared_bytes(shared: SharedKvRecipe, item_bytes: int, load: SharedLoad) -> i
     computed = together * (item_bytes + 4) + 8 * together // load.channels
     computed += 4 * 4 * together * load.heads // max(load.channels, load.heads)
     return gathered + chosen + computed
+
+
+def head_block_bytes(
+    blocks: HeadBlocksRecipe, kv_heads: int, heads: int, tokens: int, rows: int, context: int, item_bytes: int
+) -> int:
+    """Returns the most bytes that choosing blocks, and what is gathered of them, take in one layer at once.
+
+    ``kv_heads`` and ``heads`` are those of one rank, and ``rows`` the most requests of a step of ``tokens``.
+    """
+    index = blocks.index
+    if index is None:
+        return 0
+    width, channels = _padded(index.tokens), blocks.head_dim + blocks.beside
+    together = min(tokens, max(1, GATHERED_NUMBERS // (kv_heads * 2 * width * blocks.head_dim)))
+    # The room, what is taken from the cache, and the tokens' numbers, tiles and places as int64, some of them twice.
+    gathered = together * kv_heads * width * (2 * (blocks.head_dim + channels) * item_bytes + 10 * 8)
+    # Scores, what is above what is hidden, with and without padding; and keys as they are kept, joined and in fp32.
+    scores = 5 * 4 * max(SCORES_AT_ONCE, kv_heads * (context + index.size))
+    keys = context * (index.channels * (2 * item_bytes + 2 * 4) + 8 * 8)
+    # Chosen blocks; queries and results once more; tables, and where the step's tokens are.
+    chosen = tokens * (kv_heads * index.count * 3 * 8 + 3 * heads * channels * item_bytes + 8 * 8)
+    return gathered + scores + keys + chosen + rows * context
 
 
 @dataclass(frozen=True, slots=True)
@@ -871,6 +896,180 @@ def _slots_of(rows: Sequence[AttentionRow], layout: KvLayout) -> Numbers:
         table = block_ids(row.blocks, -(-row.context_len // size))
         found.append((table[at // size] * size + at % size).astype(np.int32))
     return np.concatenate(found)
+
+
+class HeadBlockStep:
+    """One step's attention to chosen blocks (``HeadBlocksRecipe``), and that of layers which see whole contexts.
+
+    A token whose context has no more blocks than it may choose attends to all of it, in whatever row it is. Of the
+    others, what they attend to is gathered, and becomes a context of each KV head of each token.
+    """
+
+    def __init__(
+        self, kernels: Kernels, group: KvGroup, rows: Sequence[AttentionRow], scale: float, blocks: HeadBlocksRecipe
+    ) -> None:
+        """Plans a step of ``rows``, of which those with one token come first."""
+        assert blocks.index is not None, "a model with such layers has indexers"
+        self._index, self._dim, self._layout = blocks.index, blocks.head_dim, group.layout
+        self._kernels, self._scale, self._heads = kernels, scale, group.heads
+        layout, device = group.layout, group.cache.device
+        self._whole = kernels.plan_attention(layout, group.cache, rows, group.heads, scale)
+        form, seeing, choosing, first = SparseForm(self._index.tokens, 0), list[_Part](), list[_Part](), 0
+        for row in rows:
+            parts = _divided(_Part(row, first), form)
+            for part, kind in zip(parts, (seeing, choosing), strict=True):
+                if part is not None:
+                    kind.append(part)
+            first += row.new_tokens
+        self._choosing = choosing
+        if not choosing:
+            return
+        # What is left of a row may be a single token.
+        seeing.sort(key=lambda part: part.row.new_tokens > 1)
+        self._seeing: Attention | None = None
+        if seeing:
+            left = [part.row for part in seeing]
+            self._seeing = kernels.plan_attention(layout, group.cache, left, group.heads, scale)
+        if layout.fp8:
+            self._numbers, self._exponents = layout.split(layout.tiles(group.cache))
+        else:
+            self._tokens = layout.tokens(group.cache)
+        self._plan_places(rows, seeing, group, device)
+        self._plan_room(device)
+
+    def _plan_places(
+        self, rows: Sequence[AttentionRow], seeing: Sequence[_Part], group: KvGroup, device: torch.device
+    ) -> None:
+        """Plans where the step's tokens are stored, and where the contexts of those that choose are."""
+        size, tables, slots, starts, positions, start = self._layout.block_size, [], [], [], [], 0
+        for row in rows:
+            at = np.arange(row.context_len - row.new_tokens, row.context_len)
+            table = block_ids(row.blocks, -(-row.context_len // size))
+            slots.append(table[at // size] * size + at % size)
+        for part in self._choosing:
+            row = part.row
+            tables.append(block_ids(row.blocks, -(-row.context_len // size)))
+            positions.append(np.arange(row.context_len - row.new_tokens, row.context_len))
+            starts.append(np.full(row.new_tokens, start))
+            start += len(tables[-1])
+        parts = [np.concatenate(each) for each in (slots, tables, starts, positions)]
+        moved = to_device([*parts, _tokens(seeing), _tokens(self._choosing)], device)
+        stored, self._table, self._starts, self._positions, self._seen, self._chosen = (each.long() for each in moved)
+        self._write = KvWrite(self._layout, group.cache, stored)
+
+    def _plan_room(self, device: torch.device) -> None:
+        """Plans attention to what is gathered, for some tokens at a time, in the same room."""
+        index, kv, positions = self._index, self._layout.kv_heads, list[int]()
+        for part in self._choosing:
+            positions += range(part.row.context_len - part.row.new_tokens, part.row.context_len)
+        width = _padded(index.tokens)
+        layout = KvLayout(1, 1, width, self._dim, self._layout.dtype)
+        together = min(len(positions), max(1, GATHERED_NUMBERS // (kv * 2 * width * self._dim)))
+        self._room = layout.allocate(together * kv, device)
+        self._pieces = list[tuple[slice, Attention]]()
+        for first in range(0, len(positions), together):
+            some = slice(first, min(first + together, len(positions)))
+            # Of the last chosen block, which has the token itself, nothing behind the token is seen.
+            counts = [index.tokens - index.size + at % index.size + 1 for at in positions[some] for _ in range(kv)]
+            own = [AttentionRow(1, count, [block]) for block, count in enumerate(counts)]
+            room = self._room[: len(own)]
+            planned = self._kernels.plan_attention(layout, room, own, self._heads // kv, self._scale)
+            self._pieces.append((some, planned))
+
+    def __call__(
+        self, layer: int, query: torch.Tensor, key_value: torch.Tensor, index: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Stores the new keys and values, then attends to what ``index`` chooses, or to whole contexts without it.
+
+        ``query`` is ``[tokens, heads, head_dim]``, as the result is. ``key_value`` is ``[2, tokens, kv_heads,
+        head_dim + beside]``, and ``index`` is ``[tokens, kv_heads, channels]``.
+        """
+        width = self._layout.head_dim
+        if index is None or not self._choosing:
+            return self._whole(layer, widened(query, width), key_value)[..., : self._dim]
+        self._write(layer, key_value)
+        out = torch.empty_like(query)
+        if self._seeing is not None:
+            seeing = widened(query[self._seen], width)
+            out[self._seen] = self._seeing(layer, seeing, None)[..., : self._dim]
+        chosen, queries = self._blocks(layer, index[self._chosen]), query[self._chosen]
+        for some, attention in self._pieces:
+            out[self._chosen[some]] = self._attended(layer, queries[some], chosen[some], some, attention)
+        return out
+
+    def _blocks(self, layer: int, index: torch.Tensor) -> torch.Tensor:
+        """Returns the numbers of chosen blocks, ``[tokens, kv_heads, count]``, those of a head in their order."""
+        found, first, size = list[torch.Tensor](), 0, self._index.size
+        for part in self._choosing:
+            count, context = part.row.new_tokens, part.row.context_len
+            own = slice(first, first + count)
+            keys, at = self._index_keys(layer, int(first), context), self._positions[own]
+            numbers = torch.arange(-(-context // size) * size, device=keys.device)
+            together = max(1, SCORES_AT_ONCE // (self._layout.kv_heads * len(numbers)))
+            for begin in range(0, count, together):
+                some = slice(begin, begin + together)
+                found.append(self._highest(index[own][some], keys, at[some], numbers))
+            first += count
+        return torch.cat(found)
+
+    def _highest(
+        self, index: torch.Tensor, keys: torch.Tensor, at: torch.Tensor, numbers: torch.Tensor
+    ) -> torch.Tensor:
+        """Returns what ``_blocks`` does, for tokens at positions ``at`` of one context.
+
+        ``keys`` are its index keys, ``[context, channels]``, and ``numbers`` those of all tokens of its blocks.
+        """
+        size, local = self._index.size, self._index.local
+        scores = F.pad(index.float() @ keys.T, (0, len(numbers) - len(keys)))
+        # What is not a number is chosen, so that it shows.
+        scores = scores.nan_to_num(torch.inf, torch.inf, -torch.inf)
+        scores = scores.masked_fill(numbers > at.view(-1, 1, 1), -torch.inf)
+        best = scores.view(*scores.shape[:2], -1, size).amax(-1)
+        own, blocks = (at // size).view(-1, 1, 1), numbers[: best.shape[-1]]
+        best = best.masked_fill((blocks <= own) & (blocks > own - local), torch.inf)
+        return best.topk(self._index.count, -1).indices.sort(-1).values
+
+    def _index_keys(self, layer: int, token: int, context: int) -> torch.Tensor:
+        """Returns the index keys of the context of a token that chooses, fp32 ``[context, channels]``."""
+        at = torch.arange(context, device=self._table.device)
+        tiles, places = self._tiles(layer, self._starts[token], at)
+        halves = [self._taken(tiles + value, places)[:, self._dim :] for value in (0, 1)]
+        return torch.cat(halves, 1).float()
+
+    def _tiles(self, layer: int, start: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the tiles of the first KV head's keys of tokens, and their places in these.
+
+        ``start`` is where the tables of their contexts begin.
+        """
+        size = self._layout.block_size
+        blocks = self._table[start + tokens // size]
+        return self._layout.tile_rows(blocks)[0] + self._layout.tiles_a_layer * layer, tokens % size
+
+    def _taken(self, tiles: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        """Returns what is stored at these places of tiles, ``[..., head_dim + beside]``."""
+        if self._layout.fp8:
+            return dequantised(self._numbers[tiles, places], self._exponents[tiles, places], self._layout.dtype)
+        return self._tokens[tiles * self._layout.block_size + places]
+
+    def _attended(
+        self, layer: int, query: torch.Tensor, chosen: torch.Tensor, some: slice, attention: Attention
+    ) -> torch.Tensor:
+        """Attends to ``chosen`` blocks, ``[tokens, kv_heads, count]``. ``query`` is ``[tokens, heads, head_dim]``."""
+        index, layout, count, dim = self._index, self._layout, len(query), self._dim
+        numbers = torch.arange(index.size, device=query.device)
+        tokens = (chosen.unsqueeze(-1) * index.size + numbers).flatten(2)
+        tokens = F.pad(tokens, (0, self._room.shape[4] - index.tokens))
+        # In place of what a token does not see stands the token itself: NaN of others would spread.
+        at = self._positions[some].view(-1, 1, 1)
+        tokens = torch.minimum(tokens, at)
+        tiles, places = self._tiles(layer, self._starts[some].view(-1, 1, 1), tokens)
+        heads = torch.arange(layout.kv_heads, device=query.device).view(1, -1, 1)
+        tiles = tiles + heads * layout.tiles_a_layer * layout.num_layers
+        room = self._room[: count * layout.kv_heads, 0, 0]
+        for value in (0, 1):
+            room[:, value] = self._taken(tiles + value, places)[..., :dim].flatten(0, 1)
+        grouped = query.reshape(count * layout.kv_heads, -1, dim)
+        return attention(0, grouped, None).view(query.shape)
 
 
 class EntryMaking:

@@ -26,7 +26,7 @@ from pdserve_kernels.host_copies import to_device
 from pdserve_kernels.kv_layout import KvLayout, StateLayout
 
 if TYPE_CHECKING:
-    from pdserve.models.latent_plan import BlockStep, LatentStep, SharedStep
+    from pdserve.models.latent_plan import BlockStep, HeadBlockStep, LatentStep, SharedStep
 
 TORCH_DTYPES = {Dtype.BF16: torch.bfloat16, Dtype.FP32: torch.float32}
 
@@ -361,3 +361,5 @@ class StepCache:
     """Attention to one vector of a token and to entries, in place of ``attention``, for a model that has it."""
     blocks: BlockStep | None = None
     """Attention to chosen blocks, in place of ``attention``, for a model that has it."""
+    head_blocks: HeadBlockStep | None = None
+    """Attention to chosen blocks, and to whole contexts, in place of ``attention``, for a model that has both."""

@@ -365,6 +365,50 @@ class BlockIndexRecipe:
 
 
 @dataclass(frozen=True, slots=True)
+class HeadBlockIndex:
+    """What chooses the blocks of a context that a token attends to (MiniMax M3, 2026). Names are within the layer.
+
+    A token has one index key, and a query for each KV head, whose query heads attend to what it chooses: the blocks
+    with the index keys that score highest. Both are normalised, and turned as heads are, from their first channel on.
+    """
+
+    size: int
+    """The tokens of a block. The first one begins with the context."""
+    count: int
+    """The most blocks that a token attends to."""
+    local: int
+    """So many of them are the last ones, with the block of the token itself; at least 1."""
+    channels: int
+    norm: Norm
+    query: str = "self_attn.index_q_proj"
+    key: str = "self_attn.index_k_proj"
+    query_norm: str = "self_attn.index_q_norm"
+    key_norm: str = "self_attn.index_k_norm"
+
+    @property
+    def tokens(self) -> int:
+        """The most tokens that a token attends to."""
+        return self.size * self.count
+
+
+@dataclass(frozen=True, slots=True)
+class HeadBlocksRecipe:
+    """Heads of a model some of whose layers attend to chosen blocks.
+
+    The cache has more channels of a head: one half of the token's index key stands behind each KV head's key, and the
+    other one behind its value. So heads are split, sent and kept as any others. Layers that attend to whole contexts
+    have zeros there.
+    """
+
+    head_dim: int
+    """The channels of a head, without those behind it."""
+    beside: int
+    """Those behind it."""
+    index: HeadBlockIndex | None
+    """None for a layer that attends to whole contexts."""
+
+
+@dataclass(frozen=True, slots=True)
 class GateRecipe:
     """Gates of heads: each head's output is multiplied by what ``activation`` makes of its gate."""
 
@@ -417,6 +461,8 @@ class AttentionRecipe:
     """How all heads have one vector of a token as key and value, if they do."""
     blocks: BlockIndexRecipe | None = None
     """What chooses the tokens that a token attends to; None if it attends to all before it."""
+    head_blocks: HeadBlocksRecipe | None = None
+    """How heads have index keys behind them, if layers of the model attend to chosen blocks."""
     gate: GateRecipe | None = None
     """What each head's output is multiplied by, if it is gated."""
     value_dim: int | None = None

@@ -28,7 +28,14 @@ from pdserve.models.checkpoint.decoder_config import DecoderConfig, FamilyConfig
 from pdserve.models.checkpoint.weights import Checkpoint
 from pdserve.models.decoder import build_decoder
 from pdserve.models.drafting import Choose, Drafting, KnownTokens, likeliest
-from pdserve.models.latent_plan import BlockStep, LatentStep, SharedStep, plan_latents, sparse_form
+from pdserve.models.latent_plan import (
+    BlockStep,
+    HeadBlockStep,
+    LatentStep,
+    SharedStep,
+    plan_latents,
+    sparse_form,
+)
 from pdserve.models.parts.projections import Building
 from pdserve.models.rank_cache import (
     TORCH_DTYPES,
@@ -438,6 +445,7 @@ class ModelRunner:
         self._latent = config.latent if isinstance(config, FamilyConfig) else None
         self._shared = isinstance(config, FamilyConfig) and config.shared is not None
         self._blocks = config.blocks if isinstance(config, FamilyConfig) else None
+        self._head_blocks = config.head_blocks if isinstance(config, FamilyConfig) else None
         self._max_model_len, self._hidden_size = max_model_len, config.hidden_size
         self._scored_rows = max(1, SCORED_LOGITS // config.vocab_size)
         self._kernels = kernels
@@ -573,6 +581,10 @@ class ModelRunner:
         """Returns the cache as these rows use it."""
         if self._shared:
             return self._planned_shared(rows)
+        if self._head_blocks is not None:
+            (group,) = self.cache.attention
+            chosen = HeadBlockStep(self._kernels, group, _spans(group, rows), self._scale, self._head_blocks)
+            return StepCache((), head_blocks=chosen)
         attention, latents, blocks = list[Attention](), list[LatentStep](), None
         for group in self.cache.attention:
             if self._blocks is not None:

@@ -34,7 +34,7 @@ from pdserve_kernels.feed_forward import Activation, Scoring
 NOT_YET: dict[str, str] = {
     model_type: missing
     for missing, model_types in {
-        "sparse attention": ("minimax_m3_vl",),
+        "a text part in a folder of its own": ("minimax_m3_vl_text",),
         "states": ("recurrent_gemma", "rwkv", "xlstm", "zamba", "zamba2"),
         "low-rank residuals": ("gemma3n", "gemma3n_text"),
     }.items()

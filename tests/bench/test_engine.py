@@ -127,6 +127,7 @@ def test_a_model_with_latents_is_measured(tmp_path: Path) -> None:
         ("deepseek-v32", "tokens that an indexer chooses"),
         ("deepseek-v4", "entries for several tokens"),
         ("qwen4-exp", "tokens that an indexer chooses"),
+        ("minimax-m3", "blocks that index heads choose"),
     ],
 )
 def test_a_model_that_attends_to_some_tokens_is_refused(tmp_path: Path, case: str, what: str) -> None:

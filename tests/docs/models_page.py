@@ -28,11 +28,13 @@ Prefill, decode and mixed nodes serve all families of the table, on CPUs and GPU
 in fp32, bf16 or [quantised](#quantised-weights), and as GGUF files of the architecture in the column *GGUF*. The parts
 are those with the settings that a `config.json` leaves out. It may choose others, such as windows.
 
-DeepSeek V4 and Qwen 4 Exp have no attention kernels of their own yet. On a GPU, plain products of torch compute it, in
-steps that are not recorded: that is slower than it could be, and no GPU has run it so far. No GPU has run Hy 4 or GLM
-5.3 (`glm5_next`), either: torch computes their residuals, and GLM 5.3's steps are not recorded. The layers of these
-families that draft tokens are not loaded. Files of a Qwen 4 Exp have to say how many blocks of tokens its attention
-chooses, and may name layers before which vectors of hashed n-grams are added to the residuals: the table has neither.
+DeepSeek V4, Qwen 4 Exp and MiniMax M3 have no attention kernels of their own yet. On a GPU, plain products of torch
+compute or choose what they attend to, in steps that are not recorded: that is slower than it could be, and no GPU has
+run it so far. No GPU has run Hy 4 or GLM 5.3 (`glm5_next`), either: torch computes their residuals, and the steps of
+GLM 5.3 are not recorded. Layers of these families that draft tokens are not loaded. Each KV head of a MiniMax M3 keeps
+the index key of a token, so that its cache has 1.5 times the numbers of keys and values. Files of a Qwen 4 Exp have to
+say how many blocks of tokens its attention chooses, and may name layers before which vectors of hashed n-grams are
+added to the residuals: the table has neither.
 
 The last column says how tests compare a family with transformers. *Logits*: each one, in chunks, beside another request
 and token by token. *Engine*: an engine gives the tokens of `generate` to prompts of 1, 41 and 211 tokens that come at

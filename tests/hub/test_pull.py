@@ -262,7 +262,7 @@ def test_too_small_a_disk_is_said_before_anything_large_is_fetched(
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        nightly({"model_type": "minimax_m3_vl"}, "sparse attention is not served yet"),
+        nightly({"model_type": "rwkv"}, "states are not served yet"),
         ({"quantization_config": {"quant_method": "aqlm"}}, "are quantised (config.json: aqlm)"),
     ],
 )
@@ -380,7 +380,7 @@ def test_what_is_listed_as_json(hub: FakeHub, tiny: Path, tmp_path: Path) -> Non
     assert (row["model"], row["served"], row["reason"]) == ("tiny/llama", True, "")
     assert {family["model_type"] for family in said["families"]} == set(FAMILIES)
     assert "mistral3" in said["text_parts_of"]
-    assert said["not_yet"]["minimax_m3_vl"] == "sparse attention"
+    assert said["not_yet"]["rwkv"] == "states"
     hub.repositories["tiny/llama"].more = {"safetensors": {"parameters": {"F8_E4M3": 9}, "total": 9}}
     done = call(hub.environ(tmp_path / "empty"), "models", "tiny/llama", "--json")
     said = json.loads(done.stdout)
@@ -390,8 +390,8 @@ def test_what_is_listed_as_json(hub: FakeHub, tiny: Path, tmp_path: Path) -> Non
 def test_the_families_that_can_be_served(hub: FakeHub, tmp_path: Path) -> None:
     lines = call(hub.environ(tmp_path), "models", "--families").stdout.splitlines()
     assert {line.split()[0] for line in lines} >= {"FAMILY", *FAMILIES}
-    (line,) = (line for line in lines if line.startswith("not yet: sparse attention"))
-    assert "minimax_m3_vl" in line
+    (line,) = (line for line in lines if line.startswith("not yet: states"))
+    assert "rwkv" in line
 
 
 def test_a_path_that_exists_wins_over_the_hub(hub: FakeHub, tiny: Path, tmp_path: Path) -> None:

@@ -41,6 +41,7 @@ from tests.models.tiny_families import (
 )
 from tests.tiny_models import SHAPE, WINDOW, random_prompt
 
+M3_SPARSE = {"layer_types": ["minimax_m3_sparse"] * 60}
 VISION: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 VISION |= {"image_size": 28, "patch_size": 14}
 QWEN_VISION: dict[str, Any] = {"depth": 1, "embed_dim": 16, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2}
@@ -440,6 +441,13 @@ def test_ngrams_end_at_the_tokens_of_the_part(tmp_path: Path) -> None:
         # Layer 3 knows no positions. The others know them, and transformers gives layer 5 those of layer 1.
         ("mistral_large4", {"kv_source_layers": [0, 1, 2, 2, *range(4, 72)]}, "3 is not computed with the latents"),
         ("mistral_large4", {"kv_source_layers": [0, 1, 1, 3, 4, 0, *range(6, 72)]}, "5 is not computed with the lat"),
+        ("minimax_m3_vl", {"layer_types": [FULL] * 59}, "layer_types must be one of .* for each of 60 layers"),
+        ("minimax_m3_vl", {"mlp_layer_types": ["moe"] * 60}, "mlp_layer_types must be 'dense' or 'sparse'"),
+        ("minimax_m3_vl", {"swiglu_limit": 8.0}, "swiglu_alpha 1.702 and swiglu_limit 8.0 are not supported"),
+        ("minimax_m3_vl", {"rotary_dim": 64}, "rotary_dim 64 is not the 128 channels of partial_rotary_factor"),
+        ("minimax_m3_vl", M3_SPARSE | {"index_n_heads": 8}, "index_n_heads 8 has to be the number of KV heads, 4"),
+        ("minimax_m3_vl", M3_SPARSE | {"index_local_blocks": 0}, "index_local_blocks 0 has to be 1 or more"),
+        ("minimax_m3_vl", M3_SPARSE | {"index_head_dim": 96}, "index heads of 96 channels are not supported, of which"),
         ("mistral_large4", {"scoring_func": "sigmoid"}, "scoring_func 'sigmoid' is not supported"),
         ("mistral_large4", {"norm_topk_prob": False}, "norm_topk_prob"),
     ],

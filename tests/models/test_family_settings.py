@@ -392,6 +392,29 @@ def test_a_step_may_have_the_names_of_its_own_code(scaling: dict[str, object]) -
     assert named.recipe().attention[0].rotary != named.recipe().attention[1].rotary
 
 
+def test_a_minimax_m3_may_have_the_names_of_its_own_code() -> None:
+    sparse = {"sparse_num_index_heads": 2, "sparse_index_dim": 64, "sparse_block_size": 32, "sparse_topk_blocks": 8}
+    sparse |= {"sparse_local_block": 2}
+    released: dict[str, Any] = {
+        "hidden_act": "swigluoai",
+        "moe_layer_freq": [0, 1, 1],
+        "num_hidden_layers": 3,
+        "num_key_value_heads": 2,
+        "partial_rotary_factor": 0.5,
+        "rotary_dim": 64,
+        "sparse_attention_config": sparse | {"sparse_attention_freq": [0, 0, 1]},
+    }
+    usual = json.loads(json.dumps(CONFIG_MAPPING["minimax_m3_vl_text"](**released).to_dict()))
+    named, ours, other = (
+        settings_from_values("minimax_m3_vl_text", values) for values in (released, usual, released | {"head_dim": 64})
+    )
+    for each in (named, ours):
+        each.check()
+    assert named.recipe() == ours.recipe() != other.recipe()
+    assert [part.head_blocks and part.head_blocks.index for part in named.recipe().attention][:2] == [None, None]
+    assert named.head_size() == ours.head_size() == 160
+
+
 def test_a_sarvam_has_other_names_for_three_settings() -> None:
     usual: dict[str, object] = {"n_routed_experts": 8, "n_shared_experts": 2, "attention_bias": True}
     others: dict[str, object] = {"num_experts": 8, "num_shared_experts": 2, "use_qkv_bias": True}

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from pdserve.models import latent_plan
-from pdserve.models.latent_plan import is_expanded
+from pdserve.models.latent_plan import HeadBlockStep, is_expanded
 from pdserve.models.recipe import LatentRecipe, Norm
 from pdserve.models.runner import ModelRunner, StepRow
 from tests.models.greedy import small_runner
@@ -80,3 +81,24 @@ def test_released_files_of_a_x_k1_lack_corrections_and_have_norms_that_nothing_r
 )
 def test_rows_with_many_tokens_expand_their_contexts(new_tokens: int, context: int, expanded: bool) -> None:
     assert is_expanded(DEEPSEEK, new_tokens, context) == expanded
+
+
+@pytest.mark.nightly
+def test_blocks_are_chosen_and_gathered_for_some_tokens_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, rooms = save_tiny("minimax-m3", tmp_path), list[int]()
+    wanted = logits_of(small_runner(folder))
+    monkeypatch.setattr(latent_plan, "GATHERED_NUMBERS", 5000)
+    monkeypatch.setattr(latent_plan, "SCORES_AT_ONCE", 500)
+    attended = HeadBlockStep._attended
+
+    def counted(step: HeadBlockStep, layer: int, query: torch.Tensor, *others: Any) -> torch.Tensor:
+        rooms.append(len(query))
+        return attended(step, layer, query, *others)
+
+    monkeypatch.setattr(HeadBlockStep, "_attended", counted)
+    torch.testing.assert_close(logits_of(small_runner(folder)), wanted, rtol=1e-4, atol=1e-4)
+    # Of 41 tokens, 9 attend to all before them, in two layers.
+    assert sum(rooms) == 2 * 32
+    assert max(rooms) < 8

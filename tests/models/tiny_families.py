@@ -172,6 +172,14 @@ LARGE4 |= {"num_hidden_layers": 5, "no_rope_layers": [1, 0, 1, 0, 0], "kv_source
 LARGE4 |= {"first_k_dense_replace": 0}
 LARGE4 |= {"indexer_types": ["full", "full", "shared", "shared", "full"], "final_logit_softcapping": 20.0}
 """Two layers have the latents of an earlier one, of which one has index keys of its own."""
+M3: dict[str, Any] = SHAPE | {"head_dim": 12, "num_local_experts": 8, "num_experts_per_tok": 3, "rotary_dim": 6}
+M3 |= {"dense_intermediate_size": 96, "shared_intermediate_size": 36, "intermediate_size": 24}
+M3 |= {"index_n_heads": 2, "index_head_dim": 16, "index_block_size": 3, "index_topk_blocks": 3}
+M3 |= {"mlp_layer_types": ["dense", "sparse", "sparse"], "initializer_range": 0.15}
+M3["layer_types"] = [FULL, "minimax_m3_sparse", "minimax_m3_sparse"]
+M3["rope_parameters"] = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5}
+"""Tokens attend to fewer blocks than prompts have. The cache's blocks are no multiple of them."""
+SMALL_VISION: dict[str, Any] = {name: value for name, value in PIXTRAL.items() if name != "model_type"}
 DEEP_YARN: dict[str, Any] = {
     "rope_type": "yarn",
     "rope_theta": 10_000.0,
@@ -466,6 +474,19 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "minimax-m2": (
         "minimax_m2",
         SHAPE | {"head_dim": 12, "num_local_experts": 8, "num_experts_per_tok": 3, "rotary_dim": 6},
+    ),
+    "minimax-m3": ("minimax_m3_vl", {"text_config": M3, "vision_config": SMALL_VISION, "projector_hidden_size": 16}),
+    "minimax-m3-local": (
+        "minimax_m3_vl",
+        {
+            "text_config": M3
+            | {"index_local_blocks": 2, "index_block_size": 8, "index_topk_blocks": 3, "num_key_value_heads": 1}
+            | {"index_n_heads": 1, "layer_types": ["minimax_m3_sparse"] * 2 + [FULL], "head_dim": 10}
+            | {"index_head_dim": 12, "rope_parameters": {"rope_type": "default", "rope_theta": 9e3}, "rotary_dim": 10}
+            | {"mlp_layer_types": ["sparse", "dense", "sparse"]},
+            "vision_config": SMALL_VISION,
+            "projector_hidden_size": 16,
+        },
     ),
     "arcee": ("arcee", HEADS | {"hidden_act": "relu2"}),
     "helium": ("helium", HEADS | {"head_dim": 10}),

@@ -187,6 +187,7 @@ def open_subject(
     config = read_family_config(folder)
     index = config.blocks if config.latent is None else config.latent.index
     chosen = "" if index is None else "tokens that an indexer chooses"
+    chosen = chosen or ("blocks that index heads choose" if config.head_blocks is not None else "")
     if chosen or config.shared is not None:
         raise ModelError(
             f"{name} attends to {chosen or 'entries for several tokens'}, and pdserve bench engine knows what whole "

@@ -34,6 +34,7 @@ from pdserve.models.latent_plan import (
     choosing_bytes,
     chosen_bytes,
     expanded_bytes,
+    head_block_bytes,
     shared_bytes,
 )
 from pdserve.models.layer_groups import GroupSize, Load, group_blocks
@@ -122,6 +123,10 @@ def _gathering_bytes(decoder: FamilyConfig, dtype: torch.dtype, ranks: int, rows
         if part.shared is not None:
             sizes = (decoder.heads // ranks, decoder.head_dim, part.window or 0, rows, tokens, decoder.max_positions)
             most = max(most, shared_bytes(part.shared, dtype.itemsize, SharedLoad(*sizes)))
+    if decoder.head_blocks is not None:
+        kv_heads = -(-decoder.kv_heads // ranks)
+        sizes = (kv_heads, decoder.heads // ranks, tokens, rows, decoder.max_positions, dtype.itemsize)
+        most = max(most, head_block_bytes(decoder.head_blocks, *sizes))
     return most
 
 
@@ -245,6 +250,10 @@ def _attention_numbers(decoder: DecoderConfig, recipe: AttentionRecipe | None, r
         return own + 5 * index.kept + 4 * index.heads * (index.channels + 1) + 2 * decoder.hidden_size
     if recipe is not None and recipe.shared is not None:
         return _shared_numbers(recipe.shared, heads, decoder.head_dim)
+    if recipe is not None and recipe.head_blocks is not None:
+        # Queries and keys as they come, normalised, joined and turned, queries with zeros, and results; what is stored.
+        chosen = 0 if recipe.head_blocks.index is None else 8 * (kv_heads + 1) * recipe.head_blocks.index.channels
+        return (9 * heads + 12 * kv_heads) * decoder.head_dim + chosen
     # A gate is there as it is, and once more as the factor of the result.
     gates = 2 * heads if recipe is not None and recipe.gate is not None else 0
     if recipe is not None and recipe.blocks is not None:

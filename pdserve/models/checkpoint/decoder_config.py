@@ -10,6 +10,7 @@ from pdserve.models.recipe import (
     AttentionRecipe,
     BlockIndexRecipe,
     ExpertsRecipe,
+    HeadBlocksRecipe,
     LatentRecipe,
     LongScaling,
     MlpBesideExperts,
@@ -98,6 +99,12 @@ class FamilyConfig(DecoderConfig):
     def blocks(self) -> BlockIndexRecipe | None:
         """What chooses the blocks of tokens that a token attends to, if it does. All layers have the same."""
         return next((part.blocks for part in self.recipe.attention), None)
+
+    @property
+    def head_blocks(self) -> HeadBlocksRecipe | None:
+        """How KV heads choose blocks in some layers, if they do. Layers of one model differ only in ``index``."""
+        found = [part.head_blocks for part in self.recipe.attention if part.head_blocks is not None]
+        return next((each for each in found if each.index is not None), None)
 
     @property
     def experts(self) -> ExpertsRecipe | None:

@@ -32,6 +32,7 @@ LAYER_WORDS = {
     "conv": "convolutions",
     "chunked_attention": "chunked attention",
     "indexed_attention": "sparse attention",
+    "minimax_m3_sparse": "sparse attention",
     "compressed_sparse_attention": "sparse attention",
     "heavily_compressed_attention": "sparse attention",
     "hybrid": "state spaces or convolutions beside their attention",

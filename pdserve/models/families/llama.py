@@ -9,6 +9,7 @@ from typing import ClassVar
 import msgspec
 
 from pdserve.errors import ModelError
+from pdserve.models.families.deepseek import DENSE, SPARSE, check_kinds
 from pdserve.models.families.settings import (
     FULL,
     HEAD_NORMS,
@@ -33,6 +34,8 @@ from pdserve.models.recipe import (
     AttentionRecipe,
     ExpertsRecipe,
     FeedForwardRecipe,
+    HeadBlockIndex,
+    HeadBlocksRecipe,
     HeadNorm,
     LayerRecipe,
     LightningRecipe,
@@ -45,7 +48,7 @@ from pdserve.models.recipe import (
     QueryScale,
     Rotary,
 )
-from pdserve_kernels.feed_forward import Activation, Scoring
+from pdserve_kernels.feed_forward import CLAMPED_AT, CLAMPED_SLOPE, Activation, Scoring
 
 
 class LlamaSettings(FamilySettings, kw_only=True):
@@ -572,6 +575,150 @@ class MiniMaxM2Settings(MixtralSettings, kw_only=True):
         assert isinstance(part, ExpertsRecipe)
         correction = "block_sparse_moe.e_score_correction_bias"
         return replace(part, scoring=Scoring.SIGMOID, correction=correction)
+
+
+class SparseSettings(msgspec.Struct):
+    """The object ``sparse_attention_config`` of a MiniMax M3."""
+
+    sparse_num_index_heads: Count | None = None
+    sparse_index_dim: Count | None = None
+    sparse_block_size: Count | None = None
+    sparse_topk_blocks: Count | None = None
+    sparse_local_block: int | None = None
+    sparse_attention_freq: list[int] | None = None
+
+
+BLOCKS = "minimax_m3_sparse"
+
+
+class MiniMaxM3Settings(MiniMaxM2Settings, kw_only=True):
+    """Most layers attend to blocks that index heads choose. Experts are those of MiniMax M2, beside a shared one."""
+
+    models: ClassVar[str] = "MiniMax M3"
+    activations: ClassVar[tuple[str, ...]] = ("silu", "swigluoai")
+    hidden_size: Count = 6144
+    intermediate_size: Count = 3072
+    num_hidden_layers: Count = 60
+    num_attention_heads: Count = 64
+    num_key_value_heads: Count | None = 4
+    max_position_embeddings: Count = 524_288
+    num_local_experts: Count = 128
+    num_experts: Count | None = None
+    num_experts_per_tok: Count = 4
+    dense_intermediate_size: Count = 12_288
+    shared_intermediate_size: Count = 3072
+    routed_scaling_factor: float = 2.0
+    swiglu_alpha: float = CLAMPED_SLOPE
+    swiglu_limit: float = CLAMPED_AT
+    mlp_layer_types: list[str] | None = None
+    moe_layer_freq: list[int] | None = None
+    layer_types: list[str] | None = None
+    index_n_heads: Count = 4
+    index_head_dim: Count = 128
+    index_block_size: Count = 128
+    index_topk_blocks: Count = 16
+    index_local_blocks: int = 1
+    sparse_attention_config: SparseSettings | None = None
+
+    def __post_init__(self) -> None:
+        own = self.sparse_attention_config or SparseSettings()
+        self.index_n_heads = own.sparse_num_index_heads or self.index_n_heads
+        self.index_head_dim = own.sparse_index_dim or self.index_head_dim
+        self.index_block_size = own.sparse_block_size or self.index_block_size
+        self.index_topk_blocks = own.sparse_topk_blocks or self.index_topk_blocks
+        if own.sparse_local_block is not None:
+            self.index_local_blocks = own.sparse_local_block
+        self.num_local_experts = self.num_experts or self.num_local_experts
+
+    def check(self) -> None:
+        super().check()
+        count, turned = self.num_hidden_layers, self.turned_channels() or self.width()
+        check_layer_types(self.layers(), count, FULL, BLOCKS)
+        check_kinds(self.kinds(), count)
+        check_experts(self.num_experts_per_tok, self.num_local_experts)
+        if (self.swiglu_alpha, self.swiglu_limit) != (CLAMPED_SLOPE, CLAMPED_AT):
+            raise ModelError(
+                f"swiglu_alpha {self.swiglu_alpha} and swiglu_limit {self.swiglu_limit} are not supported; "
+                f"{CLAMPED_SLOPE} and {CLAMPED_AT} are"
+            )
+        if self.rotary_dim not in (None, turned):
+            # transformers reads partial_rotary_factor alone, and the model was trained with both.
+            raise ModelError(f"rotary_dim {self.rotary_dim} is not the {turned} channels of partial_rotary_factor")
+        if BLOCKS not in self.layers():
+            return
+        if self.index_n_heads != self.kv_heads():
+            raise ModelError(f"index_n_heads {self.index_n_heads} has to be the number of KV heads, {self.kv_heads()}")
+        if not 0 < self.index_local_blocks <= self.index_topk_blocks:
+            raise ModelError(
+                f"index_local_blocks {self.index_local_blocks} has to be 1 or more, up to index_topk_blocks"
+            )
+        if self.index_head_dim % 4 or self.index_head_dim < turned:
+            raise ModelError(
+                f"index heads of {self.index_head_dim} channels are not supported, of which {turned} are turned; their "
+                "number has to be a multiple of 4"
+            )
+
+    def layers(self) -> list[str]:
+        """Returns the kind of each layer's attention."""
+        own = self.sparse_attention_config
+        if self.layer_types is not None:
+            return self.layer_types
+        if own is not None and own.sparse_attention_freq is not None:
+            return [BLOCKS if each else FULL for each in own.sparse_attention_freq]
+        return [FULL] * self.num_hidden_layers
+
+    def kinds(self) -> list[str]:
+        """Returns for each layer whether its feed-forward part is one, or of experts."""
+        if self.mlp_layer_types is not None:
+            return self.mlp_layer_types
+        if self.moe_layer_freq is not None:
+            return [SPARSE if each else DENSE for each in self.moe_layer_freq]
+        return [SPARSE] * self.num_hidden_layers
+
+    def width(self) -> int:
+        """Returns the channels of a head, without those of the index key behind it."""
+        return self.head_dim or self.hidden_size // self.num_attention_heads
+
+    def head_size(self) -> int:
+        return self.width() + (self.index_head_dim // 2 if BLOCKS in self.layers() else 0)
+
+    def turned_channels(self) -> int | None:
+        given = self.scaling().partial_rotary_factor
+        factor = self.partial_rotary_factor if given is None else given
+        return None if factor in (None, 1.0) else int(self.width() * (factor or 1.0))
+
+    def attention_scale(self) -> float:
+        return float(self.width() ** -0.5)
+
+    def windows(self) -> tuple[int | None, ...]:
+        return (None,) * self.num_hidden_layers
+
+    def norm(self) -> Norm:
+        return Norm(self.rms_norm_eps, offset=1.0)
+
+    def attention(self, index: int) -> AttentionRecipe:
+        part = replace(super().attention(index), norms=HeadNorm(self.norm(), *HEAD_NORMS))
+        if BLOCKS not in self.layers():
+            return part
+        chosen = None
+        if self.layers()[index] == BLOCKS:
+            sizes = (self.index_block_size, self.index_topk_blocks, self.index_local_blocks, self.index_head_dim)
+            chosen = HeadBlockIndex(*sizes, self.norm())
+        return replace(part, head_blocks=HeadBlocksRecipe(self.width(), self.index_head_dim // 2, chosen))
+
+    def feed_forward(self, index: int) -> FeedForwardRecipe:
+        dense = MlpRecipe(self.dense_intermediate_size, Activation.CLAMPED_SILU)
+        if self.kinds()[index] == DENSE:
+            return dense
+        part, names = super().feed_forward(index), ("gate_proj", "up_proj", "down_proj")
+        assert isinstance(part, ExpertsRecipe)
+        gate, up, down = (f"block_sparse_moe.shared_experts.{name}" for name in names)
+        shared = MlpRecipe(self.shared_intermediate_size, Activation.CLAMPED_SILU, gate=gate, up=up, down=down)
+        expert = replace(part.expert, activation=Activation.CLAMPED_SILU)
+        return replace(part, expert=expert, scale=self.routed_scaling_factor, shared=shared)
+
+    def recipe(self) -> ModelRecipe:
+        return replace(super().recipe(), unused=("patch_merge_mlp.", "mtp.", "model.mtp."))
 
 
 CHUNKED = "chunked_attention"

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 
 from pdserve.models.checkpoint.decoder_config import FamilyConfig
 from pdserve.models.checkpoint.weights import ALL, Rows
-from pdserve.models.latent_plan import BlockStep
+from pdserve.models.latent_plan import BlockStep, HeadBlockStep
 from pdserve.models.parts.feed_forward import gate_heads
 from pdserve.models.parts.norms import load_norm, norm_of_all
 from pdserve.models.parts.projections import Building, Projection, RowParallel, column_parallel
 from pdserve.models.parts.rotary import PositionTables, channel_order
-from pdserve.models.recipe import AttentionRecipe, Fusion, HeadNorm, Norm, NormKind, NormScope
+from pdserve.models.recipe import AttentionRecipe, Fusion, HeadBlockIndex, HeadNorm, Norm, NormKind, NormScope
 from pdserve.models.tp.shares import kv_share, share, spread
 from pdserve_kernels.contract import Attention, HeadNorms, StateRuns
 
@@ -250,6 +251,80 @@ class BlockAttention(SelfAttention):
         turned, still = heads[..., : self._turned], heads[..., self._turned :]
         angles = (tables.cos[:, : self._turned // 2], tables.sin[:, : self._turned // 2])
         return torch.cat((self._kernels.rotary(turned.contiguous(), *angles), still), -1)
+
+
+class HeadBlockAttention:
+    """The attention of a layer that is ``index`` of its cache group, with ``HeadBlocksRecipe``."""
+
+    def __init__(
+        self, config: FamilyConfig, building: Building, recipe: AttentionRecipe, prefix: str, index: int
+    ) -> None:
+        """Takes the layer's tensors, whose names begin with ``prefix``."""
+        blocks, tp = recipe.head_blocks, building.tp
+        assert blocks is not None, "such layers have a recipe of blocks"
+        config = replace(config, head_dim=blocks.head_dim)
+        self._index, self._kernels, self._blocks = index, building.kernels, blocks
+        heads, kv_heads = share(tp, config.heads, "attention heads"), kv_share(tp, config.heads, config.kv_heads)
+        self._heads, self._kv_heads = heads.stop - heads.start, kv_heads.stop - kv_heads.start
+        order = channel_order(recipe.rotary, blocks.head_dim)
+        parts = _projections(config, recipe, prefix, heads, kv_heads, order)
+        self._qkv = column_parallel(building, config.hidden_size, parts)
+        self._steps = _StepsApart(config, building, recipe, prefix, order)
+        whole = (config.hidden_size, config.heads * blocks.head_dim)
+        self._out = RowParallel(building, prefix + recipe.out, whole, spread(heads, blocks.head_dim), biased=False)
+        self._indexer: _HeadBlockIndexer | None = None
+        if blocks.index is not None:
+            turned = blocks.head_dim if recipe.rotary is None else recipe.rotary.width or blocks.head_dim
+            self._indexer = _HeadBlockIndexer(config, building, blocks.index, prefix, kv_heads, turned)
+
+    def __call__(self, x: torch.Tensor, tables: PositionTables, step: HeadBlockStep) -> torch.Tensor:
+        """Maps ``x``, normalised ``[tokens, hidden_size]``, to the same shape."""
+        dim, beside, kv = self._blocks.head_dim, self._blocks.beside, self._kv_heads
+        qkv = self._qkv(x).view(len(x), -1, dim)
+        query, key, value = torch.split(qkv, [self._heads, kv, kv], 1)
+        both = torch.cat((self._steps.query(query), self._steps.key(key)), 1)
+        query, key = torch.split(self._kernels.rotary(both, tables.cos, tables.sin), [self._heads, kv], 1)
+        key_value, index = torch.stack((key, value)), None
+        if self._indexer is None:
+            key_value = F.pad(key_value, (0, beside))
+        else:
+            index, index_key = self._indexer(x, tables)
+            halves = index_key.view(len(x), 2, 1, beside).transpose(0, 1).expand(-1, -1, kv, -1)
+            key_value = torch.cat((key_value, halves), -1)
+        return self._out(step(self._index, query, key_value, index).reshape(len(x), -1))
+
+
+class _HeadBlockIndexer:
+    """Makes what blocks are chosen by: the queries of this rank's KV heads, and a key of each token."""
+
+    def __init__(
+        self,
+        config: FamilyConfig,
+        building: Building,
+        recipe: HeadBlockIndex,
+        prefix: str,
+        kv_heads: slice,
+        turned: int,
+    ) -> None:
+        """Takes the tensors whose names begin with ``prefix``. The first ``turned`` channels are turned."""
+        self._kernels, self._channels, self._turned = building.kernels, recipe.channels, turned
+        count = config.kv_heads * recipe.channels
+        query = Projection(prefix + recipe.query, count, spread(kv_heads, recipe.channels))
+        key = Projection(prefix + recipe.key, recipe.channels, slice(0, recipe.channels))
+        self._both = column_parallel(building, config.hidden_size, [query, key])
+        self._query_norm = load_norm(building, recipe.norm, prefix + recipe.query_norm, recipe.channels)
+        self._key_norm = load_norm(building, recipe.norm, prefix + recipe.key_norm, recipe.channels)
+
+    def __call__(self, x: torch.Tensor, tables: PositionTables) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns queries ``[tokens, kv_heads, channels]``, and keys ``[tokens, channels]``."""
+        both = self._both(x)
+        query, key = torch.split(both, [both.shape[1] - self._channels, self._channels], 1)
+        query = self._query_norm(query.reshape(-1, self._channels)).view(len(x), -1, self._channels)
+        key = self._key_norm(key.contiguous()).unsqueeze(1)
+        turned, still = torch.split(torch.cat((query, key), 1), [self._turned, self._channels - self._turned], -1)
+        cos, sin = (each[:, : self._turned // 2].contiguous() for each in (tables.cos, tables.sin))
+        heads = torch.cat((self._kernels.rotary(turned.contiguous(), cos, sin), still), -1)
+        return heads[:, :-1], heads[:, -1]
 
 
 HeadStep = Callable[[torch.Tensor], torch.Tensor]

@@ -33,12 +33,14 @@ from pdserve.models.families.settings import draft_layer
 from pdserve.models.latent_plan import (
     BlockLoad,
     BlockStep,
+    HeadBlockStep,
     LatentStep,
     PoolMaking,
     SharedLoad,
     SharedStep,
     choosing_bytes,
     chosen_bytes,
+    head_block_bytes,
     shared_bytes,
 )
 from pdserve.models.layer_groups import layer_groups
@@ -49,6 +51,7 @@ from pdserve.models.recipe import (
     ExpertsRecipe,
     FeedForwardRecipe,
     GatedStreamsRecipe,
+    HeadBlocksRecipe,
     IndexRecipe,
     KimiDeltaRecipe,
     LatentRecipe,
@@ -681,3 +684,47 @@ def test_the_workspace_is_the_sum_of_what_is_in_memory_at_once(tmp_path: Path) -
     # 1.3 GiB were once seen in sampling alone, where 1 GiB was kept free for everything.
     assert LIBRARY_BYTES < small < 1.5 * GIB < 3 * GIB < large < 5 * GIB
     assert logits_bytes(1, 100, BF16, 1) < logits_bytes(1, 100, BF16, 2)
+
+
+M3: dict[str, Any] = {"hidden_size": 6144, "intermediate_size": 3072, "heads": 64, "kv_heads": 4, "head_dim": 192}
+
+
+def of_head_blocks(config: FamilyConfig) -> FamilyConfig:
+    """Returns a configuration with the blocks of MiniMax M3."""
+    layers = []
+    for layer in config.recipe.layers:
+        part = layer.attention
+        assert part is not None and part.head_blocks is not None
+        index = part.head_blocks.index and replace(part.head_blocks.index, size=128, count=16, channels=128)
+        layers.append(replace(layer, attention=replace(part, head_blocks=HeadBlocksRecipe(128, 64, index))))
+    return replace(config, recipe=replace(config.recipe, layers=tuple(layers)), max_positions=2**16)
+
+
+@pytest.mark.parametrize(("ranks", "spread"), [nightly(ranks, spread) for ranks in (1, 2) for spread in (False, True)])
+def test_a_step_whose_heads_choose_takes_no_more_than_is_counted(tmp_path: Path, ranks: int, spread: bool) -> None:
+    """A long prompt, or one and many answers beside each other."""
+    saved = read_family_config(save_tiny("minimax-m3", tmp_path))
+    decoder = of_head_blocks(wide(replace(saved, vocab_size=200_064, **M3), 3072, 3072))
+    kernels: Any = GpuMemory(decoder, ranks)
+    checkpoint: Any = AnyCheckpoint()
+    together: Any = Together(ranks)
+    model = build_decoder(decoder, Building(checkpoint, kernels, together), decoder.max_positions, BF16)
+    context, answers = decoder.max_positions, ROWS if spread else 0
+    lengths = [*[1] * answers, TOKENS - answers]
+    rows = [AttentionRow(length, context, range(context // 16)) for length in lengths]
+    (layout,) = rank_layouts(decoder, Dtype.BF16, 16, together)
+    assert isinstance(layout, KvLayout)
+    places, _ = cache_place(decoder, Dtype.BF16, 16, [context // 16], together)
+    group = KvGroup(0, places[0], layout, layout.allocate(context // 16, META), 64 // ranks)
+    blocks = decoder.head_blocks
+    assert blocks is not None
+    with torch.inference_mode(), LiveBytes() as live:
+        ids = torch.empty(TOKENS, dtype=torch.int32, device=META)
+        step = HeadBlockStep(kernels, group, rows, 0.1, blocks)
+        model.logits(model.forward(ids, ids, StepCache((), head_blocks=step))[:ROWS])
+    gathered = head_block_bytes(blocks, 4 // ranks, 64 // ranks, TOKENS, len(rows), context, 2)
+    counted = step_bytes(decoder, BF16, ranks, TOKENS, ROWS) + gathered
+    assert counted / 4 < live.peak <= counted
+    scheduler = SchedulerConfig(max_num_seqs=len(rows), max_num_batched_tokens=TOKENS)
+    steps = step_bytes(decoder, BF16, ranks, TOKENS, len(rows))
+    assert workspace_bytes(decoder, scheduler, BF16, ranks, 0) > LIBRARY_BYTES + steps + gathered

@@ -161,6 +161,7 @@ MORE = (
     "llama",
     "llama4",
     "mimo",
+    "minimax-m3",
     "mistral-large4",
     "qwen3",
     "qwen3-5",
