@@ -28,8 +28,8 @@ from llguidance import LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
 
 from pdserve.errors import GrammarRefused, PdserveError
+from pdserve.grammars import referred
 from pdserve.grammars.compiling import MAX_MESSAGE_CHARS, compile_grammar, load_vocabulary, thread_with_deep_stack
-from pdserve.grammars.references import referred
 from pdserve.process import die_with_parent
 from pdserve.wire.sampling_params import MAX_GRAMMAR_BYTES, Grammar, GrammarKind, GrammarTrial, TriedGrammar
 

@@ -26,7 +26,8 @@ from pdserve_kernels.host_copies import to_device
 from pdserve_kernels.kv_layout import KvLayout, StateLayout
 
 if TYPE_CHECKING:
-    from pdserve.models.latent_plan import BlockStep, HeadBlockStep, LatentStep, SharedStep
+    from pdserve.models.block_plan import BlockStep, HeadBlockStep
+    from pdserve.models.latent_plan import LatentStep, SharedStep
 
 TORCH_DTYPES = {Dtype.BF16: torch.bfloat16, Dtype.FP32: torch.float32}
 

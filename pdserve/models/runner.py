@@ -24,18 +24,12 @@ import torch
 
 from pdserve.config import Dtype, KvCacheDtype
 from pdserve.models.backend import CPU
+from pdserve.models.block_plan import BlockStep, HeadBlockStep
 from pdserve.models.checkpoint.decoder_config import DecoderConfig, FamilyConfig
 from pdserve.models.checkpoint.weights import Checkpoint
 from pdserve.models.decoder import build_decoder
 from pdserve.models.drafting import Choose, Drafting, KnownTokens, likeliest
-from pdserve.models.latent_plan import (
-    BlockStep,
-    HeadBlockStep,
-    LatentStep,
-    SharedStep,
-    plan_latents,
-    sparse_form,
-)
+from pdserve.models.latent_plan import LatentStep, SharedStep, plan_latents, sparse_form
 from pdserve.models.parts.projections import Building
 from pdserve.models.rank_cache import (
     TORCH_DTYPES,

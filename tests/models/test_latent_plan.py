@@ -9,8 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from pdserve.models import latent_plan
-from pdserve.models.latent_plan import HeadBlockStep, is_expanded
+from pdserve.models import block_plan, latent_plan
+from pdserve.models.block_plan import HeadBlockStep
+from pdserve.models.latent_plan import is_expanded
 from pdserve.models.recipe import LatentRecipe, Norm
 from pdserve.models.runner import ModelRunner, StepRow
 from tests.models.greedy import small_runner
@@ -89,8 +90,8 @@ def test_blocks_are_chosen_and_gathered_for_some_tokens_at_a_time(
 ) -> None:
     folder, rooms = save_tiny("minimax-m3", tmp_path), list[int]()
     wanted = logits_of(small_runner(folder))
-    monkeypatch.setattr(latent_plan, "GATHERED_NUMBERS", 5000)
-    monkeypatch.setattr(latent_plan, "SCORES_AT_ONCE", 500)
+    monkeypatch.setattr(block_plan, "GATHERED_NUMBERS", 5000)
+    monkeypatch.setattr(block_plan, "SCORES_AT_ONCE", 500)
     attended = HeadBlockStep._attended
 
     def counted(step: HeadBlockStep, layer: int, query: torch.Tensor, *others: Any) -> torch.Tensor:

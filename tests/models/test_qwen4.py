@@ -10,8 +10,8 @@ from safetensors.torch import load_file, save_file
 
 from pdserve.config import Dtype, KvCacheDtype
 from pdserve.errors import ConfigError, ModelError
+from pdserve.models.block_plan import BlockStep
 from pdserve.models.checkpoint.config_reading import read_family_config
-from pdserve.models.latent_plan import BlockStep
 from pdserve.models.layer_groups import Place, check_kv_dtype, group_sizes, layer_groups
 from pdserve.models.rank_cache import rank_layouts
 from pdserve.models.runner import StepRow
@@ -52,8 +52,8 @@ def test_a_model_of_attention_alone_may_choose_single_tokens(tmp_path: Path) -> 
 def test_keys_and_values_may_be_gathered_for_each_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """That is how a GPU computes."""
     monkeypatch.setattr(BlockStep, "gathers", property(lambda step: True))
-    monkeypatch.setattr("pdserve.models.latent_plan.GATHERED_NUMBERS", 1500)
-    monkeypatch.setattr("pdserve.models.latent_plan.SCORES_AT_ONCE", 900)
+    monkeypatch.setattr("pdserve.models.block_plan.GATHERED_NUMBERS", 1500)
+    monkeypatch.setattr("pdserve.models.block_plan.SCORES_AT_ONCE", 900)
     assert_like_transformers(save_tiny(CASE, tmp_path))
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from pdserve.grammars.references import referred
+from pdserve.grammars import referred
 
 STRING, INTEGER, FRACTION, BOOLEAN, NULL, ARRAY, OBJECT = (
     *("string", "integer", "fraction", "boolean", "null"),

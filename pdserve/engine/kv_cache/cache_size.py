@@ -20,6 +20,7 @@ from pdserve.engine.speculation.guesses import by_model
 from pdserve.engine.speculation.speculation import MOST_READ
 from pdserve.errors import ConfigError
 from pdserve.machine.memory import MIB, available_memory
+from pdserve.models.block_plan import BlockLoad, chosen_bytes, head_block_bytes
 from pdserve.models.checkpoint.config_reading import read_decoder_config
 from pdserve.models.checkpoint.decoder_config import DecoderConfig, FallbackConfig, FamilyConfig
 from pdserve.models.checkpoint.weight_form import (
@@ -28,15 +29,7 @@ from pdserve.models.checkpoint.weight_form import (
     model_size_of,
     weight_bytes,
 )
-from pdserve.models.latent_plan import (
-    BlockLoad,
-    SharedLoad,
-    choosing_bytes,
-    chosen_bytes,
-    expanded_bytes,
-    head_block_bytes,
-    shared_bytes,
-)
+from pdserve.models.latent_plan import SharedLoad, choosing_bytes, expanded_bytes, shared_bytes
 from pdserve.models.layer_groups import GroupSize, Load, group_blocks
 from pdserve.models.rank_cache import TORCH_DTYPES
 from pdserve.models.recipe import (

@@ -8,9 +8,9 @@ from dataclasses import replace
 import torch
 import torch.nn.functional as F
 
+from pdserve.models.block_plan import BlockStep, HeadBlockStep
 from pdserve.models.checkpoint.decoder_config import FamilyConfig
 from pdserve.models.checkpoint.weights import ALL, Rows
-from pdserve.models.latent_plan import BlockStep, HeadBlockStep
 from pdserve.models.parts.feed_forward import gate_heads
 from pdserve.models.parts.norms import load_norm, norm_of_all
 from pdserve.models.parts.projections import Building, Projection, RowParallel, column_parallel

@@ -25,24 +25,13 @@ from pdserve.engine.sampling import sampling_row
 from pdserve.engine.sampling.logprobs import PendingScores, ScoredTokens
 from pdserve.engine.sampling.pending_tokens import DeviceTokens, HostTokens
 from pdserve.engine.sampling.sampling_row import SamplingRow, sampling_bytes
+from pdserve.models.block_plan import BlockLoad, BlockStep, HeadBlockStep, chosen_bytes, head_block_bytes
 from pdserve.models.checkpoint.config_reading import read_family_config
 from pdserve.models.checkpoint.decoder_config import FamilyConfig
 from pdserve.models.checkpoint.weights import ALL, Rows
 from pdserve.models.decoder import build_decoder
 from pdserve.models.families.settings import draft_layer
-from pdserve.models.latent_plan import (
-    BlockLoad,
-    BlockStep,
-    HeadBlockStep,
-    LatentStep,
-    PoolMaking,
-    SharedLoad,
-    SharedStep,
-    choosing_bytes,
-    chosen_bytes,
-    head_block_bytes,
-    shared_bytes,
-)
+from pdserve.models.latent_plan import LatentStep, PoolMaking, SharedLoad, SharedStep, choosing_bytes, shared_bytes
 from pdserve.models.layer_groups import layer_groups
 from pdserve.models.parts.projections import Building
 from pdserve.models.rank_cache import KvGroup, RunNumbers, StepCache, StepStates, cache_place, rank_layouts
