@@ -19,7 +19,7 @@ SMALL = ("--conversations", "1", "--turns", "2", "--first-tokens", "48", "--new-
 @pytest.mark.parametrize("layers", [0, HYBRID_LAYERS])
 def test_a_later_turn_computes_only_what_is_new(tiny_model: Path, tmp_path: Path, layers: int) -> None:
     flags = ("--model", str(tiny_model), *SMALL, "--prompt-vocab", "400", "--kv-cache-mib", "64")
-    run_study("turns", *flags, "--hybrid-layers", str(layers), "--json", "turns.json", folder=tmp_path, timeout_s=120)
+    run_study("turns", *flags, "--hybrid-layers", str(layers), "--json", "turns.json", folder=tmp_path, timeout_s=240)
     report = read_report(tmp_path / "turns.json")
     computed = {(row.at["KV return"], row.at["turn"]): row.figure("computed").value for row in report.rows_of("turns")}
     # The answer's 65 tokens end one token behind a block, and the last token is in no cache.
