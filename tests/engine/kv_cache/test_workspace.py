@@ -190,6 +190,9 @@ class GpuMemory:
     def head_linear(self, weight: torch.Tensor) -> HeadLinear:
         return reference.HeadLinear(weight)
 
+    def plan_attention(self, *planned: Any) -> Any:
+        return self
+
     def mamba_scan(self, x: torch.Tensor, *others: torch.Tensor | StateRuns) -> torch.Tensor:
         return torch.empty_like(x)
 
