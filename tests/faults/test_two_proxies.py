@@ -97,7 +97,7 @@ class Resuming:
         """Waits for the whole answer, and returns what it adds up to."""
         self.thread.join(PATIENCE_S)
         assert not self.thread.is_alive(), f"{self.name} is not over"
-        assert not self.failure
+        assert not self.failure, f"{self.name} at try {self.tries}, behind {len(self.ids)} events: {self.failure}"
         received = b"".join(self.events)
         if not self.body.get("stream"):
             return read_whole(received)
@@ -121,8 +121,9 @@ def two(slow_tiny_model: Path) -> Iterator[TwoProxies]:
     with ExitStack() as stack:
         second = stack.enter_context(pdserve("proxy", "--port", "0", "--control-port", "0"))
         port = second.listening().control.rpartition(":")[2]
-        # The nodes find the second proxy by a name.
-        flags = (*FLAGS, "--proxy", f"tcp://localhost:{port}")
+        # The nodes find the second proxy by a name. Each has places for all answers with a key, for a while without
+        # readers, of whom one client may have a quarter.
+        flags = (*FLAGS, "--max-num-seqs", "32", "--proxy", f"tcp://localhost:{port}")
         running = stack.enter_context(cluster(slow_tiny_model, *flags, decode=2))
         made = TwoProxies(running, second)
         eventually(lambda: all(sample(url, "proxy_live_proxies") == 2 for url in made.urls), "proxies that are counted")
