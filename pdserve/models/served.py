@@ -14,6 +14,7 @@ from pdserve.models.recipe import (
     DeltaNetRecipe,
     FeedForwardRecipe,
     KimiDeltaRecipe,
+    LatentRecipe,
     LayerRecipe,
     LightningRecipe,
     Mamba2Recipe,
@@ -28,7 +29,7 @@ from pdserve.models.recipe import (
     SharedKvRecipe,
     ShortConvRecipe,
 )
-from pdserve.models.table import FAMILIES
+from pdserve.models.table import COMPOSITES, FAMILIES, TEXT_PARTS
 from pdserve_kernels.feed_forward import Activation, Scoring
 
 NOT_YET: dict[str, str] = {
@@ -65,15 +66,20 @@ class ServedFamily:
 
 
 def served_families() -> list[ServedFamily]:
-    """Returns a row for each family that has a recipe, by ``model_type``."""
+    """Returns a row for each family that has a recipe, by ``model_type``.
+
+    Text parts of a kind that no other family is have a row under the ``model_type`` of their whole.
+    """
     rows = []
-    for model_type, family in sorted(FAMILIES.items()):
+    within = {whole: TEXT_PARTS[part.text] for whole, part in COMPOSITES.items() if part.text in TEXT_PARTS}
+    own = {whole: family for whole, family in within.items() if "models" in vars(family)}
+    for model_type, family in sorted({**FAMILIES, **own}.items()):
         settings = family()
         recipe = settings.recipe()
         gguf = [arch for arch, known in ARCHITECTURES.items() if model_type in known.families]
         row = ServedFamily(
             model_type,
-            settings.models,
+            f"{settings.models}, its text part" if model_type in own else settings.models,
             _joined(_attention(recipe.layers, settings.attention_cap())),
             _joined(word for part in _distinct(recipe.layers) for word in _feed_forward(part)) or "none",
             _joined(_norms(recipe.layers[0])),
@@ -109,9 +115,12 @@ def _attention(layers: Sequence[LayerRecipe], cap: float | None) -> Iterator[str
     if mixers:
         yield f"attention {_share(layers, len(parts))}"
     if first.latent is not None:
-        yield "latents" if first.latent.index is None else "latents, of which an indexer chooses some"
+        yield _latents(first.latent)
     if first.shared is not None:
         yield "one vector for all heads"
+    choosing = sum(part.head_blocks is not None and part.head_blocks.index is not None for part in parts)
+    if choosing:
+        yield f"blocks that each KV head chooses {_share(layers, choosing)}"
     if first.gate is not None:
         yield "gated heads"
     windows = sum(part.window is not None for part in parts)
@@ -136,6 +145,13 @@ def _attention(layers: Sequence[LayerRecipe], cap: float | None) -> Iterator[str
     plain = first.latent is None and not (windows or first.fused or first.biased or first.norms or first.query_scale)
     if plain and not mixers and cap is None:
         yield "as Llama"
+
+
+def _latents(latent: LatentRecipe) -> str:
+    if latent.index is None:
+        return "latents"
+    pools = "" if latent.index.pool == 1 else f", by pools of {latent.index.pool} tokens"
+    return f"latents, of which an indexer chooses some{pools}"
 
 
 def _entries(parts: Sequence[SharedKvRecipe], layers: Sequence[LayerRecipe]) -> Iterator[str]:

@@ -10,8 +10,8 @@ from pdserve.models.checkpoint.safetensors.quantisation import FORMS, METHODS, F
 from pdserve.models.served import FORMATS_NOT_YET, NOT_YET, ServedFamily, served_families
 from pdserve.models.table import COMPOSITES, FAMILIES
 from tests.cluster import test_families, test_mtp
+from tests.models import test_composites, test_tensor_parallel
 from tests.models import test_families as harness
-from tests.models import test_tensor_parallel
 from tests.models.tiny_families import CASES
 from tests.tiny_models import FALLBACK
 from tests.tiny_models import FAMILIES as OLDER
@@ -138,6 +138,7 @@ def _row(family: ServedFamily) -> str:
 def _proof(model_type: str) -> Iterator[str]:
     cases = {case for case, (family, _) in CASES.items() if family == model_type}
     cases |= {case for case, config in OLDER.items() if config.model_type == model_type}
+    cases |= {case for case, (whole, *_) in test_composites.CASES.items() if whole == model_type}
     yield "**logits**"
     for name, tests in (("engine", _ENGINES), ("ranks", _RANKS), ("P/D", _CLUSTERS)):
         found = {case: always for test in tests for case, always in _tested(test).items()}
@@ -147,8 +148,11 @@ def _proof(model_type: str) -> Iterator[str]:
             yield f"**{name}**" if any(found.get(case) for case in cases) else name
 
 
-_ENGINES = (harness.test_an_engine_gives_the_tokens_of_transformers,)
-_RANKS = (harness.test_ranks_give_the_tokens_of_one_rank,)
+_ENGINES = (
+    harness.test_an_engine_gives_the_tokens_of_transformers,
+    test_composites.test_an_engine_gives_the_tokens_of_transformers,
+)
+_RANKS = (harness.test_ranks_give_the_tokens_of_one_rank, test_composites.test_two_ranks_give_the_tokens_of_one)
 _CLUSTERS = (
     test_families.test_unlike_ranks_and_a_lost_node_give_the_tokens_of_transformers,
     test_mtp.test_nobody_can_tell_on_which_side_the_layer_drafts,
