@@ -642,7 +642,7 @@ class MiniMaxM3Settings(MiniMaxM2Settings, kw_only=True):
                 f"{CLAMPED_SLOPE} and {CLAMPED_AT} are"
             )
         if self.rotary_dim not in (None, turned):
-            # transformers reads partial_rotary_factor alone, and the model was trained with both.
+            # transformers reads partial_rotary_factor alone. Where the two differ, one of them is wrong.
             raise ModelError(f"rotary_dim {self.rotary_dim} is not the {turned} channels of partial_rotary_factor")
         if BLOCKS not in self.layers():
             return
