@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 from pdserve.models.checkpoint.gguf.architectures import ARCHITECTURES
 from pdserve.models.served import NOT_YET, ServedFamily, not_yet, served_families
 from pdserve.models.table import FAMILIES
 
 
+@cache
+def rows_by_type() -> dict[str, ServedFamily]:
+    return {row.model_type: row for row in served_families()}
+
+
 def family(model_type: str) -> ServedFamily:
-    return next(row for row in served_families() if row.model_type == model_type)
+    return rows_by_type()[model_type]
 
 
 def test_every_family_has_a_row_and_names_models_of_its_own() -> None:
