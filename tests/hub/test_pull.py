@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from huggingface_hub import hf_hub_download, scan_cache_dir
 
-from pdserve.models.table import FAMILIES
+from pdserve.models.served import served_families
 from pdserve.process import python_program
 from tests.cli import in_process
 from tests.forks import Forks, forks_of
@@ -378,7 +378,7 @@ def test_what_is_listed_as_json(hub: FakeHub, tiny: Path, tmp_path: Path) -> Non
     said = json.loads(call(environ, "models", "--json").stdout)
     (row,) = said["models"]
     assert (row["model"], row["served"], row["reason"]) == ("tiny/llama", True, "")
-    assert {family["model_type"] for family in said["families"]} == set(FAMILIES)
+    assert {family["model_type"] for family in said["families"]} == {family.model_type for family in served_families()}
     assert "mistral3" in said["text_parts_of"]
     assert said["not_yet"]["rwkv"] == "states"
     hub.repositories["tiny/llama"].more = {"safetensors": {"parameters": {"F8_E4M3": 9}, "total": 9}}
@@ -389,7 +389,7 @@ def test_what_is_listed_as_json(hub: FakeHub, tiny: Path, tmp_path: Path) -> Non
 
 def test_the_families_that_can_be_served(hub: FakeHub, tmp_path: Path) -> None:
     lines = call(hub.environ(tmp_path), "models", "--families").stdout.splitlines()
-    assert {line.split()[0] for line in lines} >= {"FAMILY", *FAMILIES}
+    assert {line.split()[0] for line in lines} >= {"FAMILY", *(family.model_type for family in served_families())}
     (line,) = (line for line in lines if line.startswith("not yet: states"))
     assert "rwkv" in line
 

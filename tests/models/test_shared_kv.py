@@ -29,7 +29,7 @@ from pdserve.wire.cache_groups import Keep
 from pdserve_kernels.contract import AttentionRow
 from pdserve_kernels.cpu.compiled_kernels import CompiledKernels
 from pdserve_kernels.cpu.torch_kernels import TorchKernels
-from tests.models.greedy import small_runner
+from tests.models.greedy import assert_not_finite_stays_in_its_request, small_runner
 from tests.models.quantisers import FORMATS, configure
 from tests.models.test_families import PROMPT
 from tests.models.tiny_families import save_tiny
@@ -120,23 +120,8 @@ def test_vectors_may_be_gathered_for_each_token(tmp_path: Path, monkeypatch: pyt
 def test_what_is_not_finite_stays_in_its_request(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gathers: bool
 ) -> None:
-    folder = save_tiny(CASE, tmp_path)
-    file = folder / "model.safetensors"
-    tensors = load_file(file)
-    tensors["model.embed_tokens.weight"][7] = torch.nan
-    save_file(tensors, file)
     monkeypatch.setattr(SharedStep, "gathers", property(lambda step: gathers))
-    prompt = [token for token in PROMPT if token != 7]
-    alone = small_runner(folder).run([StepRow(prompt, 0, range(16), True)])
-    beside = small_runner(folder).run(
-        [
-            StepRow([7], 0, range(31, 32), True),
-            StepRow(prompt, 0, range(16), True),
-            StepRow([9, 7] * 9, 0, range(16, 31), True),
-        ]
-    )
-    assert beside.isfinite().all(-1).tolist() == [False, True, False]
-    torch.testing.assert_close(beside[1:2], alone, rtol=1e-4, atol=1e-4)
+    assert_not_finite_stays_in_its_request(save_tiny(CASE, tmp_path), PROMPT)
 
 
 def test_few_of_many_entries_are_copied(tmp_path: Path) -> None:

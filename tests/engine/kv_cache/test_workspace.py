@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -29,7 +29,7 @@ from pdserve.models.block_plan import BlockLoad, BlockStep, HeadBlockStep, chose
 from pdserve.models.checkpoint.config_reading import read_family_config
 from pdserve.models.checkpoint.decoder_config import FamilyConfig
 from pdserve.models.checkpoint.weights import ALL, Rows
-from pdserve.models.decoder import build_decoder
+from pdserve.models.decoder import Decoder, build_decoder
 from pdserve.models.families.settings import draft_layer
 from pdserve.models.latent_plan import LatentStep, PoolMaking, SharedLoad, SharedStep, choosing_bytes, shared_bytes
 from pdserve.models.layer_groups import layer_groups
@@ -493,19 +493,35 @@ def of_one_vector(config: FamilyConfig) -> FamilyConfig:
     return replace(config, num_layers=count, windows=(128,) * count, recipe=recipe, max_positions=2**16)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("spread", [False, nightly(True)])
-def test_a_step_with_entries_takes_no_more_than_is_counted(tmp_path: Path, ranks: int, spread: bool) -> None:
-    """A long prompt, or one and many answers beside each other."""
-    saved = read_family_config(save_tiny("deepseek-v4", tmp_path))
-    decoder = of_one_vector(wide(replace(saved, vocab_size=129_280, **V4), 2048, 2048))
+@dataclass(frozen=True)
+class Opened:
+    """A model without memory, and a step of the most tokens: a long prompt, or one and many answers beside it."""
+
+    kernels: Any
+    together: Any
+    model: Decoder
+    rows: Sequence[AttentionRow]
+
+
+def opened(decoder: FamilyConfig, ranks: int, spread: bool) -> Opened:
+    """Returns the model for contexts of its ``max_positions``; ``spread`` is the step with answers."""
     kernels: Any = GpuMemory(decoder, ranks)
     checkpoint: Any = AnyCheckpoint()
     together: Any = Together(ranks)
     model = build_decoder(decoder, Building(checkpoint, kernels, together), decoder.max_positions, BF16)
     context, answers = decoder.max_positions, ROWS if spread else 0
     lengths = [*[1] * answers, TOKENS - answers]
-    rows = [AttentionRow(length, context, range(context // 16)) for length in lengths]
+    return Opened(kernels, together, model, [AttentionRow(each, context, range(context // 16)) for each in lengths])
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("spread", [False, nightly(True)])
+def test_a_step_with_entries_takes_no_more_than_is_counted(tmp_path: Path, ranks: int, spread: bool) -> None:
+    """A long prompt, or one and many answers beside each other."""
+    saved = read_family_config(save_tiny("deepseek-v4", tmp_path))
+    decoder = of_one_vector(wide(replace(saved, vocab_size=129_280, **V4), 2048, 2048))
+    made, context = opened(decoder, ranks, spread), decoder.max_positions
+    kernels, together, model, rows = made.kernels, made.together, made.model, made.rows
     groups = layer_groups(decoder).groups
     layouts, (places, _) = (
         rank_layouts(decoder, Dtype.BF16, 16, together),
@@ -516,10 +532,10 @@ def test_a_step_with_entries_takes_no_more_than_is_counted(tmp_path: Path, ranks
         for number, (layout, group) in enumerate(zip(layouts, groups, strict=True))
         if isinstance(layout, KvLayout)
     ]
-    starts = [*range(answers + 1), TOKENS]
-    runs = RunNumbers(starts, [0] * len(lengths), list(range(len(lengths))), [], single=False)
+    starts = [*range(len(rows)), TOKENS]
+    runs = RunNumbers(starts, [0] * len(rows), list(range(len(rows))), [], single=False)
     states = [
-        StepStates([torch.empty(len(lengths), 1, group.numbers, device=META)] * group.layers, one_run())
+        StepStates([torch.empty(len(rows), 1, group.numbers, device=META)] * group.layers, one_run())
         for group in groups
         if group.keep is Keep.LATEST
     ]
@@ -570,13 +586,8 @@ def test_a_step_with_chosen_blocks_takes_no_more_than_is_counted(
     decoder = replace(
         decoder, recipe=replace(decoder.recipe, layers=tuple(kind)), num_layers=len(kind), windows=(None,) * len(kind)
     )
-    kernels: Any = GpuMemory(decoder, ranks)
-    checkpoint: Any = AnyCheckpoint()
-    together: Any = Together(ranks)
-    model = build_decoder(decoder, Building(checkpoint, kernels, together), decoder.max_positions, BF16)
-    context, answers = decoder.max_positions, ROWS if spread else 0
-    lengths = [*[1] * answers, TOKENS - answers]
-    rows = [AttentionRow(length, context, range(context // 16)) for length in lengths]
+    made, context = opened(decoder, ranks, spread), decoder.max_positions
+    kernels, together, model, rows = made.kernels, made.together, made.model, made.rows
     groups = layer_groups(decoder).groups
     layout = rank_layouts(decoder, Dtype.BF16, 16, together)[0]
     assert isinstance(layout, KvLayout)
@@ -697,13 +708,8 @@ def test_a_step_whose_heads_choose_takes_no_more_than_is_counted(tmp_path: Path,
     """A long prompt, or one and many answers beside each other."""
     saved = read_family_config(save_tiny("minimax-m3", tmp_path))
     decoder = of_head_blocks(wide(replace(saved, vocab_size=200_064, **M3), 3072, 3072))
-    kernels: Any = GpuMemory(decoder, ranks)
-    checkpoint: Any = AnyCheckpoint()
-    together: Any = Together(ranks)
-    model = build_decoder(decoder, Building(checkpoint, kernels, together), decoder.max_positions, BF16)
-    context, answers = decoder.max_positions, ROWS if spread else 0
-    lengths = [*[1] * answers, TOKENS - answers]
-    rows = [AttentionRow(length, context, range(context // 16)) for length in lengths]
+    made, context = opened(decoder, ranks, spread), decoder.max_positions
+    kernels, together, model, rows = made.kernels, made.together, made.model, made.rows
     (layout,) = rank_layouts(decoder, Dtype.BF16, 16, together)
     assert isinstance(layout, KvLayout)
     places, _ = cache_place(decoder, Dtype.BF16, 16, [context // 16], together)
