@@ -108,14 +108,7 @@ class BlockStep:
         """Plans a step of ``rows``."""
         self._kernels, self._group, self._scale, self._blocks = kernels, group, scale, blocks
         self._device, layout = group.cache.device, group.layout
-        direct, choosing, first = list[Part](), list[Part](), 0
-        for row in rows:
-            seeing_all, others = divided(Part(row, first), SparseForm(blocks.whole, 0))
-            direct += [] if seeing_all is None else [seeing_all]
-            choosing += [] if others is None else [others]
-            first += row.new_tokens
-        # What is left of a row may be a single token.
-        direct.sort(key=lambda part: part.row.new_tokens > 1)
+        direct, choosing = _parted(rows, blocks.whole)
         self.attention: Attention | None = None
         """That of the tokens that do not choose; None if there are none."""
         if direct:
@@ -300,18 +293,10 @@ class HeadBlockStep:
         self._kernels, self._scale, self._heads = kernels, scale, group.heads
         layout, device = group.layout, group.cache.device
         self._whole = kernels.plan_attention(layout, group.cache, rows, group.heads, scale)
-        form, seeing, choosing, first = SparseForm(self._index.tokens, 0), list[Part](), list[Part](), 0
-        for row in rows:
-            parts = divided(Part(row, first), form)
-            for part, kind in zip(parts, (seeing, choosing), strict=True):
-                if part is not None:
-                    kind.append(part)
-            first += row.new_tokens
+        seeing, choosing = _parted(rows, self._index.tokens)
         self._choosing = choosing
         if not choosing:
             return
-        # What is left of a row may be a single token.
-        seeing.sort(key=lambda part: part.row.new_tokens > 1)
         self._seeing: Attention | None = None
         if seeing:
             left = [part.row for part in seeing]
@@ -327,19 +312,15 @@ class HeadBlockStep:
         self, rows: Sequence[AttentionRow], seeing: Sequence[Part], group: KvGroup, device: torch.device
     ) -> None:
         """Plans where the step's tokens are stored, and where the contexts of those that choose are."""
-        size, tables, slots, starts, positions, start = self._layout.block_size, [], [], [], [], 0
-        for row in rows:
-            at = np.arange(row.context_len - row.new_tokens, row.context_len)
-            table = block_ids(row.blocks, -(-row.context_len // size))
-            slots.append(table[at // size] * size + at % size)
+        size, tables, starts, positions, start = self._layout.block_size, [], [], [], 0
         for part in self._choosing:
             row = part.row
             tables.append(block_ids(row.blocks, -(-row.context_len // size)))
             positions.append(np.arange(row.context_len - row.new_tokens, row.context_len))
             starts.append(np.full(row.new_tokens, start))
             start += len(tables[-1])
-        parts = [np.concatenate(each) for each in (slots, tables, starts, positions)]
-        moved = to_device([*parts, tokens_of(seeing), tokens_of(self._choosing)], device)
+        parts = [np.concatenate(each) for each in (tables, starts, positions)]
+        moved = to_device([_slots_of(rows, self._layout), *parts, tokens_of(seeing), tokens_of(self._choosing)], device)
         stored, self._table, self._starts, self._positions, self._seen, self._chosen = (each.long() for each in moved)
         self._write = KvWrite(self._layout, group.cache, stored)
 
@@ -456,6 +437,19 @@ class HeadBlockStep:
             room[:, value] = self._taken(tiles + value, places)[..., :dim].flatten(0, 1)
         grouped = query.reshape(count * layout.kv_heads, -1, dim)
         return attention(0, grouped, None).view(query.shape)
+
+
+def _parted(rows: Sequence[AttentionRow], longest: int) -> tuple[list[Part], list[Part]]:
+    """Returns the parts of rows that see at most ``longest`` tokens, single ones first, and those that choose."""
+    form, seeing, choosing, first = SparseForm(longest, 0), list[Part](), list[Part](), 0
+    for row in rows:
+        for part, kind in zip(divided(Part(row, first), form), (seeing, choosing), strict=True):
+            if part is not None:
+                kind.append(part)
+        first += row.new_tokens
+    # What is left of a row may be a single token.
+    seeing.sort(key=lambda part: part.row.new_tokens > 1)
+    return seeing, choosing
 
 
 def _slots_of(rows: Sequence[AttentionRow], layout: KvLayout) -> Numbers:

@@ -978,7 +978,7 @@ class NgramRecipe:
     """
 
     multipliers: tuple[int, ...]
-    """Of the newest token's id, of the one before it, and so on. So many tokens are the longest n-gram."""
+    """The first multiplies the newest id, the next one that before it. The longest n-gram has as many tokens."""
     sizes: tuple[int, ...]
     """The rows of each head's table, one behind the other: those of pairs of tokens first."""
     rows: int
