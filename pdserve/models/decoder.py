@@ -17,14 +17,18 @@ from pdserve.models.parts.experts import BesideExperts, Experts
 from pdserve.models.parts.feed_forward import FeedForward, Mlp
 from pdserve.models.parts.latent import LatentAttention, SharedKvAttention
 from pdserve.models.parts.layer_ends import (
+    HALF,
+    AddedInput,
+    AltUp,
     Connection,
     GatedConnection,
-    GatedMean,
     LayerEnd,
+    LowRank,
     Ngrams,
     PerLayerInputs,
-    StreamSum,
+    load_added_input,
     load_layer_end,
+    stream_ends,
 )
 from pdserve.models.parts.mixers import Mixer, build_mixer
 from pdserve.models.parts.norms import LoadedNorm, load_norm
@@ -33,6 +37,7 @@ from pdserve.models.parts.rotary import PositionTables, position_logs, query_sca
 from pdserve.models.parts.vocabulary import PositionTable, VocabParallelEmbedding, vocab_parallel_head
 from pdserve.models.rank_cache import StepCache
 from pdserve.models.recipe import (
+    AltUpRecipe,
     AttentionRecipe,
     DraftRecipe,
     ExpertsRecipe,
@@ -160,15 +165,16 @@ class RecipeDecoder:
         parts = _Parts(config, building, distinct)
         self._layers = [parts.layer(i) for i in range(len(recipe.layers))]
         for i, layer in enumerate(recipe.layers):
-            end = load_layer_end(config, building, layer, parts.prefix(i), i)
+            # Where layers compute one of several residuals, what is added at the end goes to the others.
+            alternating = isinstance(layer.streams, AltUpRecipe)
+            end = None if alternating else load_layer_end(config, building, layer, parts.prefix(i), i)
             if end is not None:
                 self._layers[i] = _Ended(self._layers[i], end)
         for i, layer in reversed(list(enumerate(recipe.layers))):
             if layer.shortcut is not None:
                 self._layers[i : i + 2] = [parts.shortcut(layer.shortcut, parts.prefix(i), *self._layers[i : i + 2])]
         streams = recipe.layers[0].streams
-        self._streams = 0 if streams is None else streams.count
-        self._sum = _of_all_streams(config.hidden_size, building, streams)
+        self._streams = None if streams is None else stream_ends(config.hidden_size, building, streams)
         self._norm: LoadedNorm | None = None
         if recipe.last_norm:
             self._norm = load_norm(building, recipe.norm, recipe.last_norm, config.hidden_size)
@@ -210,12 +216,12 @@ class RecipeDecoder:
         if self._positions is not None:
             residual = residual + self._positions(positions)
         delta: torch.Tensor | None = None
-        if self._streams:
-            residual = residual.unsqueeze(1).repeat(1, self._streams, 1)
+        if self._streams is not None:
+            residual = self._streams[0](residual)
         for layer in self._layers:
             delta, residual = layer(residual, delta, step)
-        if self._streams:
-            residual = residual.mean(1) if self._sum is None else self._sum(residual)
+        if self._streams is not None:
+            residual = self._streams[1](residual)
         return residual if delta is None else residual + delta
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -297,17 +303,6 @@ def _learned(
     return [None if rotary is None else known.get(rotary.learned) for rotary, _, _ in kinds]
 
 
-def _of_all_streams(
-    hidden_size: int, building: Building, streams: StreamsRecipe | GatedStreamsRecipe | None
-) -> StreamSum | GatedMean | None:
-    """Returns what maps several residuals to one behind the last layer; None if that is their mean."""
-    if streams is None or not streams.head:
-        return None
-    if isinstance(streams, GatedStreamsRecipe):
-        return GatedMean(hidden_size, building, streams, streams.head)
-    return StreamSum(hidden_size, building, streams, streams.head)
-
-
 class _Parts:
     """Builds the parts of a model's layers, in the order in which these are asked for."""
 
@@ -331,6 +326,8 @@ class _Parts:
         """Returns layer ``index`` of the model."""
         recipe, prefix = self._config.recipe.layers[index], self.prefix(index)
         mix = self._mixing(recipe, prefix, index, self._places.attention[index], self._places.states[index])
+        if isinstance(recipe.streams, AltUpRecipe):
+            return self._alternating(recipe, recipe.streams, prefix, index, mix)
         if recipe.streams is not None:
             layer = self._of_streams(recipe, recipe.streams, prefix, mix)
             return layer if recipe.ngrams is None else self._with_ngrams(layer, recipe.ngrams, prefix, index)
@@ -355,6 +352,14 @@ class _Parts:
             loaded = load_norm(building, recipe.norm, prefix + recipe.norms[number], hidden)
             parts.append(_Connected(Connection(hidden, building, streams, prefix + name), loaded, part))
         return _OfStreams(*parts)
+
+    def _alternating(
+        self, recipe: LayerRecipe, streams: AltUpRecipe, prefix: str, index: int, mix: Part | None
+    ) -> Layer:
+        hidden, building = self._config.hidden_size, self._building
+        layer = _layer(building, recipe, prefix, hidden, mix, self._feeding(recipe, prefix))
+        added = load_added_input(self._config, building, recipe, prefix, index)
+        return _Alternating(AltUp(hidden, building, streams, prefix), layer, added)
 
     def _with_ngrams(self, layer: Layer, recipe: NgramRecipe, prefix: str, index: int) -> Layer:
         place = self._places.ngrams[index]
@@ -497,6 +502,9 @@ def _layer(
             after_mix, after_feed = norms
             return _InTurn(mix, feed, scale, None, after_mix, None, after_feed)
         case NormOrder.SANDWICH:
+            if recipe.beside is not None:
+                beside = LowRank(hidden, building, recipe.beside, recipe.norm, prefix)
+                return _WithLowRank(mix, feed, beside, *norms)
             return _InTurn(mix, feed, scale, *norms)
         case NormOrder.PARALLEL:
             norm, *further = norms
@@ -725,6 +733,49 @@ class _InTurn:
     def fed(self, normed: torch.Tensor, step: Step) -> torch.Tensor:
         """Returns what the feed-forward part adds to the residual."""
         return _added(self.feed(normed, step), self.after_feed, self.scale)
+
+
+@dataclass(frozen=True, slots=True)
+class _WithLowRank:
+    """Both parts in turn, each with a norm before it and behind it, and two small products beside the first."""
+
+    mix: Part
+    feed: Part
+    beside: LowRank
+    before_mix: LoadedNorm | None
+    after_mix: LoadedNorm | None
+    before_feed: LoadedNorm | None
+    after_feed: LoadedNorm | None
+
+    def __call__(
+        self, residual: torch.Tensor, delta: torch.Tensor | None, step: Step
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        normed, residual = _normed(self.before_mix, delta, residual)
+        mixed = residual + _added(self.mix(normed, step), self.after_mix, 1.0)
+        normed, residual = _normed(self.before_feed, None, (mixed + self.beside(normed)) * HALF)
+        return _added(self.feed(normed, step), self.after_feed, 1.0), residual
+
+
+@dataclass(frozen=True, slots=True)
+class _Alternating:
+    """A layer that computes one of several residuals, ``[tokens, count, hidden_size]``.
+
+    What it adds by its own input of a token goes to all but the first.
+    """
+
+    altup: AltUp
+    layer: Layer
+    added: AddedInput | None
+
+    def __call__(
+        self, residual: torch.Tensor, delta: torch.Tensor | None, step: Step
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+        predicted = self.altup.predicted(residual)
+        delta, active = self.layer(predicted[:, self.altup.active].contiguous(), None, step)
+        corrected = self.altup.corrected(predicted, active if delta is None else active + delta)
+        if self.added is not None and step.inputs is not None:
+            corrected[:, 1:] += self.added(self.altup.scaled(corrected), step.inputs).unsqueeze(1)
+        return None, corrected
 
 
 @dataclass(frozen=True, slots=True)

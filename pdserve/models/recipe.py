@@ -506,6 +506,11 @@ class MlpRecipe:
     """Whether the checkpoint has the weights as ``[in, out]``."""
     gate_scale: float = 1.0
     """What gates are multiplied by before the activation."""
+    sparsity: float = 0.0
+    """The share of gates that become 0, if gates are normally distributed; others lose the bound that they are above.
+
+    The bound follows from the mean and the deviation of a token's gates.
+    """
 
     @property
     def gated(self) -> bool:
@@ -968,6 +973,42 @@ class GatedStreamsRecipe:
 
 
 @dataclass(frozen=True, slots=True)
+class AltUpRecipe:
+    """Several residuals side by side, of which layers compute one (alternating updates, Baykal et al., 2023).
+
+    Before a layer, something of all residuals is added to each of them. What the layer changes in the active one is
+    then added to each. Both have weights, which follow from the active residual and from the layer's output.
+    """
+
+    count: int
+    active: int
+    """The number of the residual that is computed."""
+    norm: Norm
+    """That of what weights follow from, and of nothing else."""
+    scaled: bool
+    """Whether the active residual is multiplied by learned numbers before the layer's own input of a token."""
+    layer: str = "altup"
+    """What the names of the tensors begin with, within the layer."""
+    before: str = "model.altup_projections"
+    """What those of the products begin with, within the model, that make all residuals but the first."""
+    behind: str = "model.altup_unembed_projections"
+    """What those begin with of the products before the mean of all residuals."""
+
+
+@dataclass(frozen=True, slots=True)
+class LowRankRecipe:
+    """Two products, by which a norm's output comes beside attention: ``x + norm(up(down(x)))``.
+
+    The residual, attention and this are then multiplied by the root of a half.
+    """
+
+    rank: int
+    down: str = "laurel.linear_left"
+    up: str = "laurel.linear_right"
+    norm: str = "laurel.post_laurel_norm"
+
+
+@dataclass(frozen=True, slots=True)
 class NgramRecipe:
     """What the last tokens add to several residuals before a layer: vectors of hashed n-grams (Qwen 4, 2026).
 
@@ -1036,8 +1077,10 @@ class LayerRecipe:
     mixer: MixerRecipe | None = None
     """A part with a state, which is given what attention is given, and whose output is added to attention's."""
     scales: PartScales = PartScales()
-    streams: StreamsRecipe | GatedStreamsRecipe | None = None
+    streams: StreamsRecipe | GatedStreamsRecipe | AltUpRecipe | None = None
     """How the residuals are mixed if there are several. All layers have the same."""
+    beside: LowRankRecipe | None = None
+    """What is computed beside attention, if ``order`` is ``SANDWICH``."""
     ngrams: NgramRecipe | None = None
     """What is added to the residuals before the layer, if there are several."""
     shortcut: ExpertsRecipe | None = None

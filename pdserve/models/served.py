@@ -37,7 +37,6 @@ NOT_YET: dict[str, str] = {
     for missing, model_types in {
         "a text part in a folder of its own": ("minimax_m3_vl_text",),
         "states": ("recurrent_gemma", "rwkv", "xlstm", "zamba", "zamba2"),
-        "low-rank residuals": ("gemma3n", "gemma3n_text"),
     }.items()
     for model_type in model_types
 }

@@ -30,6 +30,7 @@ from pdserve.models.families.deepseek import (
 from pdserve.models.families.exaone import Exaone4Settings, ExaoneMoeSettings, ExaoneSettings, KolibriSettings
 from pdserve.models.families.gemma import (
     Gemma2Settings,
+    Gemma3nSettings,
     Gemma3Settings,
     Gemma4Settings,
     Gemma4UnifiedSettings,
@@ -182,6 +183,7 @@ FAMILIES: dict[str, type[FamilySettings]] = {
     "gemma": GemmaSettings,
     "gemma2": Gemma2Settings,
     "gemma3_text": Gemma3Settings,
+    "gemma3n_text": Gemma3nSettings,
     "gemma4_text": Gemma4Settings,
     "gemma4_unified_text": Gemma4UnifiedSettings,
     "vaultgemma": VaultGemmaSettings,
@@ -276,6 +278,7 @@ TEXT_PARTS: dict[str, type[FamilySettings]] = {
 
 COMPOSITES: dict[str, Composite] = {
     "gemma3": Composite("gemma3_text", tied=True),
+    "gemma3n": Composite("gemma3n_text", tied=True),
     "gemma4": Composite("gemma4_text", tied=True),
     "gemma4_unified": Composite("gemma4_unified_text", tied=True),
     "muse_glimmer": Composite("muse_glimmer_text", tied=False),

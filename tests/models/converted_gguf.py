@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from gguf import GGMLQuantizationType, GGUFWriter
 from gguf.constants import MODEL_ARCH_NAMES, ExpertGatingFuncType, RopeScalingType
 from gguf.quants import quantize
@@ -23,7 +24,7 @@ from safetensors.numpy import load_file
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from tests.models.tiny_families import DEEP_YARN, FULL, GROWING
+from tests.models.tiny_families import DEEP_YARN, FULL, GROWING, SLIDING
 from tests.tiny_models import SHAPE
 
 SIGMOID = ExpertGatingFuncType.SIGMOID
@@ -74,6 +75,7 @@ CONVERTED: dict[str, list[Converted]] = {
     "falcon": [Converted("falcon", {}), Converted("falcon-groups", {})],
     "gemma": [Converted("gemma", {})],
     "gemma2": [Converted("gemma2", {"layer_types": None, "query_pre_attn_scalar": 10})],
+    "gemma3n": [Converted("gemma3n", {}), Converted("gemma3n-plain", {"altup_correct_scale": True})],
     "gemma4": [
         Converted("gemma4", {}),
         Converted("gemma4-shared", {}),
@@ -286,6 +288,8 @@ def _add_settings(writer: GGUFWriter, config: dict[str, Any], arch: str) -> None
         writer.add_attention_scale(config["attention_multiplier"])
         writer.add_embedding_scale(config["embedding_multiplier"])
         writer.add_residual_scale(config["residual_multiplier"])
+    if arch == "gemma3n":
+        _add_gemma3n(writer, config)
     if arch == "gemma4":
         _add_gemma4(writer, config)
     if arch in QWENS:
@@ -343,6 +347,18 @@ def _add_latents(writer: GGUFWriter, config: dict[str, Any]) -> None:
     if (groups := config["n_group"]) is not None:
         writer.add_expert_group_count(groups)
         writer.add_expert_group_used_count(config["topk_group"])
+
+
+def _add_gemma3n(writer: GGUFWriter, config: dict[str, Any]) -> None:
+    writer.add_altup_active_idx(config["altup_active_idx"])
+    writer.add_altup_num_inputs(config["altup_num_inputs"])
+    writer.add_embedding_length_per_layer_input(config["hidden_size_per_layer_input"])
+    writer.add_sliding_window(config["sliding_window"])
+    writer.add_sliding_window_pattern([kind == SLIDING for kind in config["layer_types"]])
+    # Files have a number with a point.
+    writer.add_float32("gemma3n.attention.shared_kv_layers", float(config["num_kv_shared_layers"]))
+    shares = torch.tensor(config["activation_sparsity_pattern"], dtype=torch.float32)
+    writer.add_activation_sparsity_scale(torch.special.ndtri(shares).tolist())
 
 
 def _add_gemma4(writer: GGUFWriter, config: dict[str, Any]) -> None:
@@ -544,6 +560,10 @@ def _stacked(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
             groups.setdefault(f"{stem}.{part}.weight", []).append((int(matched[2]), tensor))
         else:
             found[name] = tensor
+    for part in ("altup_projections", "altup_unembed_projections"):
+        names = sorted(name for name in found if name.startswith(f"model.{part}."))
+        if names:
+            found[f"model.{part}.weight"] = np.stack([found.pop(name) for name in names])
     for name, group in groups.items():
         found[name] = np.stack([tensor for _, tensor in sorted(group, key=lambda each: each[0])])
     return found
@@ -584,6 +604,8 @@ def _changed(name: str, tensor: np.ndarray, config: dict[str, Any], arch: str) -
             return [(f"{stem}.{kind}", rows)]
         of_kinds = (("gate_proj", rows[:, ::2]), ("up_proj", rows[:, 1::2]))
         return [(f"{stem.replace('gate_up_proj', part)}.{kind}", each) for part, each in of_kinds]
+    if arch == "gemma3n" and name.endswith("correct_output_scale"):
+        return [(f"{name}.weight", tensor)]
     if arch == "gemma4" and name.endswith(("layer_scalar", "_proj")):
         return [(f"{name}.weight", tensor)]
     if arch == "gemma4" and ".router." in name and not name.endswith(".weight"):

@@ -202,6 +202,7 @@ NO_OWN_DEFAULT: dict[str, dict[str, Any]] = {
     "deepseek_v4": {"o_groups": 2},
     "dots1": {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "glm4_moe": {"head_dim": 128},
+    "gemma3n_text": {"num_kv_shared_layers": 2},
     "gptj": {"rotary_dim": 8},
     "laguna": {"num_key_value_heads": 2},
     "mamba2": {"hidden_size": 64, "num_heads": 8, "head_dim": 16},
@@ -451,6 +452,7 @@ WITHOUT_EFFECT = {
     *("mamba_chunk_size", "chunk_size", "use_mamba_kernels", "mamba_ssm_cache_dtype"),  # how states are computed
     *("num_nextn_predict_layers", "mtp_layers_block_type", "num_logits_to_keep", "moe_shared_expert_overlap"),
     *("expand", "n_shared_experts"),  # Nemotron-H's code reads none of them
+    "altup_coef_clip",  # for training
     "pretraining_tp",  # how Llama was trained; transformers reads it no more
 }
 WITHOUT_EFFECT_IN = {
@@ -547,6 +549,14 @@ def test_an_engine_starts_without_transformers(tmp_path: Path) -> None:
         ),
         ("llama4_text", {"attention_chunk_size": None, "layer_types": ["chunked_attention"] * 7}, "no attention_chunk"),
         ("llama4_text", {"no_rope_layers": [1, 0]}, "no_rope_layers has to say of each of 7 layers"),
+        ("gemma3n_text", {"num_kv_shared_layers": 3}, "layer 4 reads .* of an earlier layer of its kind"),
+        ("gemma3n_text", {"num_kv_shared_layers": -1}, "num_kv_shared_layers is -1"),
+        ("gemma3n_text", {"intermediate_size": [96] * 6}, "intermediate_size has 6 values for 7 layers"),
+        ("gemma3n_text", {"intermediate_size": [0] * 7}, "intermediate_size"),
+        ("gemma3n_text", {"activation_sparsity_pattern": [0.5]}, "activation_sparsity_pattern has 1 values for 7"),
+        ("gemma3n_text", {"activation_sparsity_pattern": [1.0] * 7}, "activation_sparsity_pattern"),
+        ("gemma3n_text", {"altup_num_inputs": 1}, "altup_num_inputs"),
+        ("gemma3n_text", {"altup_active_idx": 4}, "altup_active_idx 4 is none of 4 residuals"),
         ("gemma4_text", {"use_bidirectional_attention": "all"}, "use_bidirectional_attention"),
         ("gemma4_text", {"enable_moe_block": True, "num_experts": 4}, "needs num_experts, top_k_experts and moe_inter"),
         ("gemma4_text", {"num_kv_shared_layers": 2}, "layer 6 reads .* of an earlier layer of its kind"),

@@ -76,6 +76,10 @@ LLAMA4 |= {"attention_chunk_size": 7, "floor_scale": 9, "attn_scale": 0.3}
 GEMMA4 = SHAPE | {"num_hidden_layers": 6, "sliding_window": WINDOW, "layer_types": [SLIDING, SLIDING, FULL] * 2}
 GEMMA4 |= {"num_experts": 8, "top_k_experts": 3, "moe_intermediate_size": 24, "vocab_size_per_layer_input": 512}
 GEMMA4 |= {"global_head_dim": 16, "hidden_size_per_layer_input": 0, "final_logit_softcapping": 5.0}
+GEMMA3N: dict[str, Any] = SHAPE | {"num_hidden_layers": 6, "sliding_window": WINDOW, "layer_types": [SLIDING, FULL] * 3}
+GEMMA3N |= {"num_kv_shared_layers": 2, "laurel_rank": 5, "hidden_size_per_layer_input": 6, "altup_num_inputs": 4}
+GEMMA3N |= {"intermediate_size": [96, 60, 96, 96, 96, 120], "final_logit_softcapping": 5.0}
+GEMMA3N |= {"activation_sparsity_pattern": [0.9, 0.6, 0.0, 0.3, 0.0, 0.8], "vocab_size_per_layer_input": 400}
 OSS: dict[str, Any] = SHAPE | {
     "num_experts_per_tok": 2,
     "rope_parameters": {
@@ -305,6 +309,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma": ("gemma", SHAPE),
     "gemma2": ("gemma2", SHAPE | CAPS | {"sliding_window": WINDOW, "query_pre_attn_scalar": 17}),
     "gemma2-unbounded": ("gemma2", SHAPE | {"attn_logit_softcapping": None, "final_logit_softcapping": None}),
+    "gemma3n": ("gemma3n_text", GEMMA3N),
+    "gemma3n-plain": (
+        "gemma3n_text",
+        GEMMA3N
+        | {"num_kv_shared_layers": 0, "activation_sparsity_pattern": None, "altup_correct_scale": False}
+        | {"altup_active_idx": 1, "altup_num_inputs": 3, "intermediate_size": 96, "vocab_size_per_layer_input": 600},
+    ),
     "gemma4": ("gemma4_text", GEMMA4 | {"attention_k_eq_v": True, "num_global_key_value_heads": 1}),
     "gemma4-shared": (
         "gemma4_text",

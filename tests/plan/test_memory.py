@@ -151,6 +151,7 @@ def test_a_cache_that_nobody_has_is_refused() -> None:
     [
         "gpt-oss",
         "gemma2",
+        "gemma3n",
         "gemma4",
         "qwen3-next",
         "kimi-linear",

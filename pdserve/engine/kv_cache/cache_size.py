@@ -33,6 +33,7 @@ from pdserve.models.latent_plan import SharedLoad, choosing_bytes, expanded_byte
 from pdserve.models.layer_groups import GroupSize, Load, group_blocks
 from pdserve.models.rank_cache import TORCH_DTYPES
 from pdserve.models.recipe import (
+    AltUpRecipe,
     AttentionRecipe,
     FeedForwardRecipe,
     GatedStreamsRecipe,
@@ -124,12 +125,17 @@ def _gathering_bytes(decoder: FamilyConfig, dtype: torch.dtype, ranks: int, rows
 
 
 def _whole_weights(decoder: FamilyConfig) -> int:
-    """Returns how many weights each rank has as a whole of gated residuals, index keys of blocks, and n-grams."""
+    """Returns how many weights each rank has as a whole of products of residuals, index keys of blocks, and n-grams."""
     total, hidden = 0, decoder.hidden_size
+    streams = decoder.recipe.layers[0].streams
+    if isinstance(streams, AltUpRecipe):
+        total += 2 * (streams.count - 1) * hidden * hidden
     for layer in decoder.recipe.layers:
         if isinstance(layer.streams, GatedStreamsRecipe):
             # Before both parts: to the numbers that gates are made of and to weights, and to gates.
             total += 2 * layer.streams.count * hidden * (2 * layer.streams.rank + layer.streams.count)
+        if layer.beside is not None:
+            total += 2 * layer.beside.rank * hidden
         if layer.attention is not None and layer.attention.blocks is not None:
             total += hidden * (layer.attention.blocks.heads + 1) * layer.attention.blocks.channels
         if layer.ngrams is not None:
@@ -204,6 +210,8 @@ def _token_bytes(decoder: DecoderConfig, dtype: torch.dtype, ranks: int) -> int:
         latents = [part.latent for part in decoder.recipe.attention if part.latent is not None]
         sources = {latent.key_from for latent in latents} - {None}
         held += len(sources) * latents[0].channels if sources else 0
+        # What is computed beside attention is given a norm's output, which is there until then.
+        held += 2 * decoder.hidden_size if any(layer.beside is not None for layer in layers) else 0
         # What a shortcut gives is there during the next layer.
         held += decoder.hidden_size if any(layer.shortcut is not None for layer in layers) else 0
         own = max((_routing_bytes(part) for part in feeds), default=0)
@@ -294,7 +302,9 @@ def _feed_numbers(decoder: DecoderConfig, recipe: FeedForwardRecipe, ranks: int)
         experts = _feed_numbers(decoder, recipe.experts, ranks) + 3 * decoder.hidden_size
         return max(_feed_numbers(decoder, recipe.mlp, ranks) + decoder.hidden_size, experts)
     if isinstance(recipe, MlpRecipe):
-        return _INNER_NUMBERS.get(recipe.activation, 4) * -(-recipe.channels // ranks)
+        # A bound of gates is found in fp32.
+        bounding = 6 if recipe.sparsity else 0
+        return (_INNER_NUMBERS.get(recipe.activation, 4) + bounding) * -(-recipe.channels // ranks)
     # What each chosen expert makes of a token is there, in between and in the end.
     channels = recipe.expert.channels
     shared_out = shares_out_experts(ranks, recipe.count, channels)

@@ -1,14 +1,16 @@
-"""Gemma 1, Gemma 2 and 3 (Gemma Team, 2024 and 2025), Gemma 4 (2026), and Muse Glimmer, which has their norms.
+"""Gemma 1, 2, 3 and 3n (Gemma Team, 2024 and 2025), Gemma 4 (2026), and Muse Glimmer, which has their norms.
 
 Gemma 2 and later have windows in many layers, and four norms in each. Up to Gemma 3, norms' weights are stored less
-one. In Gemma 4, layers with a window have other heads than those that see all; the last layers may read the keys and
-values of earlier ones, and each may have an input of its own for each token.
+one. In Gemma 3n and 4, the last layers may read the keys and values of earlier ones, and each may have an input of its
+own for each token. Layers of Gemma 3n compute one of several residuals. In Gemma 4, layers with a window have other
+heads than those that see all.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import msgspec
 
@@ -26,12 +28,14 @@ from pdserve.models.families.settings import (
     windows_of,
 )
 from pdserve.models.recipe import (
+    AltUpRecipe,
     AttentionRecipe,
     ExpertsRecipe,
     FeedForwardRecipe,
     GateRecipe,
     HeadNorm,
     LayerRecipe,
+    LowRankRecipe,
     MlpBesideExperts,
     MlpRecipe,
     ModelRecipe,
@@ -108,6 +112,9 @@ class Gemma2Settings(FamilySettings, kw_only=True):
     use_bidirectional_attention: bool | None = None
 
     def check(self) -> None:
+        self._check_gemma2()
+
+    def _check_gemma2(self) -> None:
         self._check_shared()
         if self.hidden_activation != "gelu_pytorch_tanh":
             raise ModelError(
@@ -178,6 +185,9 @@ class Gemma3Settings(Gemma2Settings, kw_only=True):
         for name in ("attn_logit_softcapping", "final_logit_softcapping"):
             if getattr(self, name):
                 raise ModelError(f"{name} of a Gemma 3 is not supported")
+        self._check_rotary()
+
+    def _check_rotary(self) -> None:
         both = self.rope_parameters
         given = (self.rope_scaling, both) + ((both.full_attention, both.sliding_attention) if both else ())
         if any(own is not None and not own.truncate for own in given):
@@ -203,10 +213,116 @@ class Gemma3Settings(Gemma2Settings, kw_only=True):
         return self.rotary() if self.windows()[index] is None else self.window_rotary()
 
 
+def kv_source(windows: Sequence[int | None], shared: int, index: int) -> int | None:
+    """Returns the layer whose keys and values layer ``index`` reads; None if it has its own.
+
+    The last ``shared`` layers read those of the last layer before them with the same window. Raises ModelError if there
+    is none.
+    """
+    first = len(windows) - shared
+    if index < first:
+        return None
+    having = [other for other in range(max(0, first)) if windows[other] == windows[index]]
+    if not having:
+        raise ModelError(f"layer {index} reads keys and values of an earlier layer of its kind, and there is none")
+    return having[-1]
+
+
+class Gemma3nSettings(Gemma3Settings, kw_only=True):
+    """Layers compute one of several residuals, and read keys and values of others. Many gates are 0."""
+
+    models: ClassVar[str] = "Gemma 3n"
+    vocab_size: Count = 262_400
+    hidden_size: Count = 2048
+    intermediate_size: Count | list[Count] = 16_384  # type: ignore[assignment]  # one for all layers, or one for each
+    num_hidden_layers: Count = 35
+    num_key_value_heads: Count | None = 2
+    max_position_embeddings: Count = 32_768
+    sliding_window: Count | None = 512
+    final_logit_softcapping: float | None = 30.0
+    vocab_size_per_layer_input: Count = 262_144
+    hidden_size_per_layer_input: Count = 256
+    altup_active_idx: int = 0
+    altup_correct_scale: bool = True
+    altup_num_inputs: Annotated[int, msgspec.Meta(ge=2)] = 4
+    num_kv_shared_layers: int = 15
+    laurel_rank: Count = 64
+    activation_sparsity_pattern: list[Annotated[float, msgspec.Meta(ge=0, lt=1)]] | None = None
+
+    def check(self) -> None:
+        self._check_gemma2()
+        self._check_rotary()
+        for name in ("intermediate_size", "activation_sparsity_pattern"):
+            given = getattr(self, name)
+            if isinstance(given, list) and len(given) != self.num_hidden_layers:
+                raise ModelError(f"{name} has {len(given)} values for {self.num_hidden_layers} layers")
+        if not 0 <= self.altup_active_idx < self.altup_num_inputs:
+            raise ModelError(f"altup_active_idx {self.altup_active_idx} is none of {self.altup_num_inputs} residuals")
+        if self.num_kv_shared_layers < 0:
+            raise ModelError(f"num_kv_shared_layers is {self.num_kv_shared_layers}")
+        for index in range(self.num_hidden_layers):
+            self.source(index)
+
+    def attention_scale(self) -> float:
+        return 1.0
+
+    def full_every(self) -> int:
+        return 5
+
+    def norm(self) -> Norm:
+        return Norm(self.rms_norm_eps)
+
+    def channels(self) -> int:
+        return max(self._channels(index) for index in range(self.num_hidden_layers))
+
+    def source(self, index: int) -> int | None:
+        """Returns the layer whose keys and values one layer reads; None if it has its own. Raises ModelError."""
+        return kv_source(self.windows(), self.num_kv_shared_layers, index)
+
+    def attention(self, index: int) -> AttentionRecipe:
+        return replace(
+            super().attention(index),
+            value_norm=replace(self.norm(), weighted=False),
+            kv_from=self.source(index),
+        )
+
+    def feed_forward(self, index: int) -> FeedForwardRecipe:
+        usual = 0.95 if index < 10 < self.num_hidden_layers else 0.0
+        given = self.activation_sparsity_pattern
+        sparsity = usual if given is None else given[index]
+        return MlpRecipe(self._channels(index), Activation.GELU_TANH, sparsity=sparsity)
+
+    def layer(self, index: int) -> LayerRecipe:
+        return replace(
+            super().layer(index),
+            per_layer=PerLayerInput(Activation.GELU_TANH),
+            streams=AltUpRecipe(self.altup_num_inputs, self.altup_active_idx, self.norm(), self.altup_correct_scale),
+            beside=LowRankRecipe(self.laurel_rank),
+        )
+
+    def recipe(self) -> ModelRecipe:
+        recipe = super().recipe()
+        reading = [index for index in range(self.num_hidden_layers) if self.source(index) is not None]
+        return replace(
+            recipe,
+            per_layer=PerLayerEmbedding(self.vocab_size_per_layer_input, self.hidden_size_per_layer_input),
+            unused=unread_keys(recipe, reading),
+        )
+
+    def _channels(self, index: int) -> int:
+        given = self.intermediate_size
+        return given[index] if isinstance(given, list) else given
+
+
 EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
 """The tensors ``[experts, out, in]`` of all experts of a layer."""
 OF_OTHERS = ("k_proj", "v_proj", "k_norm", "v_norm")
 """Tensors that files have of layers that read keys and values of others, too. Nothing uses them."""
+
+
+def unread_keys(recipe: ModelRecipe, reading: Sequence[int]) -> tuple[str, ...]:
+    """Returns the beginnings of the names of keys and values that layers ``reading`` those of others do not use."""
+    return tuple(f"{recipe.layer_prefix}{index}.self_attn.{name}." for index in reading for name in OF_OTHERS)
 
 
 class LayerSettings(msgspec.Struct, forbid_unknown_fields=True):
@@ -317,13 +433,7 @@ class Gemma4Settings(FamilySettings, kw_only=True):
 
     def source(self, index: int) -> int | None:
         """Returns the layer whose keys and values one layer reads; None if it has its own. Raises ModelError."""
-        first, windows = self.num_hidden_layers - self.num_kv_shared_layers, self.windows()
-        if index < first:
-            return None
-        having = [other for other in range(first) if windows[other] == windows[index]]
-        if not having:
-            raise ModelError(f"layer {index} reads keys and values of an earlier layer of its kind, and there is none")
-        return having[-1]
+        return kv_source(self.windows(), self.num_kv_shared_layers, index)
 
     def rotary_of_layer(self, index: int) -> Rotary:
         usual = RotarySettings(rope_type="proportional", partial_rotary_factor=0.25, rope_theta=1_000_000.0)
@@ -391,7 +501,7 @@ class Gemma4Settings(FamilySettings, kw_only=True):
             embedding_scale=self.hidden_size**0.5,
             logits_cap=self.final_logit_softcapping or None,
             per_layer=PerLayerEmbedding(self.vocab_size_per_layer_input, channels) if channels else None,
-            unused=tuple(f"{recipe.layer_prefix}{i}.self_attn.{name}." for i in reading for name in OF_OTHERS),
+            unused=unread_keys(recipe, reading),
         )
 
 

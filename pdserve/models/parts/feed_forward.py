@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from statistics import NormalDist
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +12,7 @@ import torch.nn.functional as F
 from pdserve.models.checkpoint.weights import Rows
 from pdserve.models.parts.projections import Building, Projection, RowParallel, column_parallel
 from pdserve.models.recipe import MlpRecipe
-from pdserve.models.tp.shares import share
+from pdserve.models.tp.shares import TpGroup, share
 from pdserve_kernels.contract import Kernels
 from pdserve_kernels.feed_forward import Activation
 
@@ -34,6 +35,8 @@ class Mlp:
             self._activate: Callable[[torch.Tensor], torch.Tensor] = _Xielu(building, f"{prefix}mlp.act_fn.")
         else:
             self._activate = activation_of(building.kernels, recipe)
+        if recipe.sparsity:
+            self._activate = _Sparse(building.tp, recipe, self._activate)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self._down(self._activate(self._inner(x)))
@@ -82,6 +85,28 @@ def activation_of(kernels: Kernels, recipe: MlpRecipe) -> Callable[[torch.Tensor
         return activate(gate_up)
 
     return of_scaled
+
+
+class _Sparse:
+    """Makes most gates 0 before the activation: those below a bound. Each gate above loses the bound."""
+
+    def __init__(self, tp: TpGroup, recipe: MlpRecipe, activate: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self._tp, self._channels, self._activate = tp, recipe.channels, activate
+        self._deviations = NormalDist().inv_cdf(recipe.sparsity)
+        """How many deviations the bound is above the mean."""
+
+    def __call__(self, gate_up: torch.Tensor) -> torch.Tensor:
+        gates = gate_up[..., : gate_up.shape[-1] // 2]
+        numbers = gates.float()
+        mean = self._mean(numbers)
+        deviation = self._mean((numbers - mean).square()).sqrt()
+        gates.copy_(F.relu(numbers - (mean + deviation * self._deviations)))
+        return self._activate(gate_up)
+
+    def _mean(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Returns the mean of each token's numbers on all ranks, ``[tokens, 1]``."""
+        total = numbers.sum(-1, keepdim=True)
+        return (total if self._tp.size == 1 else self._tp.all_reduce(total)) / self._channels
 
 
 class _Xielu:

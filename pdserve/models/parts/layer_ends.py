@@ -1,12 +1,14 @@
 """Computes what layers do with the residual beside adding to it.
 
 At its end, a layer may add an input of its own, and scale the sum. There may be several residuals, which parts mix, or
-of which they are given a mean, and to which something may be added before a layer.
+of which they are given a mean, or of which layers compute one, and to which something may be added before a layer.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 
 import torch
@@ -20,15 +22,18 @@ from pdserve.models.parts.norms import StreamNorm, load_norm
 from pdserve.models.parts.projections import Building, Projection, column_parallel
 from pdserve.models.parts.vocabulary import VocabParallelEmbedding
 from pdserve.models.recipe import (
+    AltUpRecipe,
     GatedStreamsRecipe,
     LayerRecipe,
+    LowRankRecipe,
     MlpRecipe,
     NgramRecipe,
+    Norm,
     PerLayerEmbedding,
     PerLayerInput,
     StreamsRecipe,
 )
-from pdserve_kernels.contract import StateRuns
+from pdserve_kernels.contract import Linear, StateRuns
 from pdserve_kernels.feed_forward import Activation
 
 HALF = 2.0**-0.5
@@ -40,8 +45,7 @@ class PerLayerInputs:
 
     def __init__(self, config: FamilyConfig, building: Building, recipe: PerLayerEmbedding, dtype: torch.dtype) -> None:
         """Takes the tensors of the model."""
-        if recipe.rows < config.vocab_size:
-            raise ModelError(f"the embedding {recipe.embedding} has {recipe.rows} of {config.vocab_size} tokens")
+        self._rows = None if recipe.rows >= config.vocab_size else recipe.rows
         self._shape = (config.num_layers, recipe.channels)
         width = config.num_layers * recipe.channels
         self._embedding = VocabParallelEmbedding(building, recipe.embedding, (recipe.rows, width))
@@ -54,13 +58,15 @@ class PerLayerInputs:
     def __call__(self, token_ids: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
         """Maps ids ``[tokens]`` and embeddings ``[tokens, hidden_size]`` to ``[tokens, layers, channels]``."""
         projected = (self._project(embedded) * self._scale).view(-1, *self._shape)
+        if self._rows is not None:
+            token_ids = token_ids.masked_fill(token_ids >= self._rows, 0)
         own = (self._embedding(token_ids) * self._factor).view(projected.shape)
         normed = self._norm(projected.reshape(-1, self._shape[1])).view(projected.shape)
         # Two parts of the same size are added.
         return (normed + own) * HALF
 
 
-class _Added:
+class AddedInput:
     """What a layer adds to the residual, by its input. Every rank computes the whole."""
 
     def __init__(
@@ -74,6 +80,7 @@ class _Added:
         self._norm = load_norm(building, config.recipe.norm, prefix + recipe.norm, hidden)
 
     def __call__(self, residual: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
+        """Maps the residual, ``[tokens, hidden_size]``. ``inputs`` are those of ``PerLayerInputs``."""
         inner: torch.Tensor = self._activate(self._down(residual)) * inputs[:, self._index]
         return self._norm(self._up(inner))
 
@@ -82,7 +89,7 @@ class _Added:
 class LayerEnd:
     """The end of one layer."""
 
-    added: _Added | None
+    added: AddedInput | None
     factor: torch.Tensor | None
     """``[1]``"""
 
@@ -93,13 +100,21 @@ class LayerEnd:
         return residual if self.factor is None else residual * self.factor
 
 
+def load_added_input(
+    config: FamilyConfig, building: Building, recipe: LayerRecipe, prefix: str, index: int
+) -> AddedInput | None:
+    """Takes the tensors of what layer ``index`` adds by its input; None if it adds nothing."""
+    model = config.recipe.per_layer
+    if recipe.per_layer is None or model is None:
+        return None
+    return AddedInput(config, building, recipe.per_layer, model.channels, prefix, index)
+
+
 def load_layer_end(
     config: FamilyConfig, building: Building, recipe: LayerRecipe, prefix: str, index: int
 ) -> LayerEnd | None:
     """Takes the tensors of the end of layer ``index``, whose names begin with ``prefix``; None if it has none."""
-    added, factor, model = None, None, config.recipe.per_layer
-    if recipe.per_layer is not None and model is not None:
-        added = _Added(config, building, recipe.per_layer, model.channels, prefix, index)
+    added, factor = load_added_input(config, building, recipe, prefix, index), None
     if recipe.factor:
         factor = building.checkpoint.take(f"{prefix}{recipe.factor}", (1,))
     return None if added is None and factor is None else LayerEnd(added, factor)
@@ -243,6 +258,121 @@ class GatedConnection(GatedMean):
     def closed(streams: torch.Tensor, output: torch.Tensor, spread: torch.Tensor) -> torch.Tensor:
         """Returns the streams with the part's output, ``[tokens, hidden_size]``, added to each of them."""
         return streams + output.unsqueeze(1) * spread.unsqueeze(-1)
+
+
+class AltUp:
+    """Adds to several residuals what follows from all of them, and what a layer changes in the active one."""
+
+    def __init__(self, hidden_size: int, building: Building, recipe: AltUpRecipe, prefix: str) -> None:
+        """Takes the tensors of the layer whose names begin with ``prefix``. Every rank computes the whole."""
+        name, count, checkpoint = f"{prefix}{recipe.layer}", recipe.count, building.checkpoint
+        self.active = recipe.active
+        self._count, self._scale = count, 1 / hidden_size
+        self._norm = load_norm(building, recipe.norm, f"{name}.router_norm", hidden_size)
+        self._kernels = building.kernels
+
+        def product(end: str, *shape: int) -> Linear:
+            return building.kernels.linear(checkpoint.take(f"{name}.{end}.weight", shape, dtype=torch.float32))
+
+        self._route = product("modality_router", count, hidden_size)
+        self._predict = product("prediction_coefs", count * count, count)
+        self._correct = product("correction_coefs", count, count)
+        factors = checkpoint.take(f"{name}.correct_output_scale", (hidden_size,))
+        self._factors = factors if recipe.scaled else None
+
+    def predicted(self, streams: torch.Tensor) -> torch.Tensor:
+        """Maps ``[tokens, count, hidden_size]`` before a layer to the same shape."""
+        weights = self._predict(self._routed(streams[:, self.active])).view(-1, self._count, self._count)
+        return (_weighted(weights.transpose(1, 2), streams.unsqueeze(2)) + streams).to(streams.dtype)
+
+    def corrected(self, predicted: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+        """Returns ``predicted`` with what the layer changed, whose output is ``[tokens, hidden_size]``."""
+        weights = self._correct(self._routed(output)) + 1
+        changed = output - predicted[:, self.active]
+        return (weights.unsqueeze(-1) * changed.unsqueeze(1) + predicted).to(predicted.dtype)
+
+    def scaled(self, streams: torch.Tensor) -> torch.Tensor:
+        """Returns the active residual as the layer's own input of a token is given it."""
+        active = streams[:, self.active]
+        return active.contiguous() if self._factors is None else active * self._factors
+
+    def _routed(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns what weights follow from, fp32 ``[tokens, count]``."""
+        routed = self._route((self._norm(x.contiguous()) * self._scale).float())
+        return torch.tanh(routed)
+
+
+class StreamProducts:
+    """Makes several residuals of one by products, or the reverse. All are as large as the first one of their token."""
+
+    def __init__(self, hidden_size: int, building: Building, recipe: AltUpRecipe, name: str) -> None:
+        """Takes the tensors whose names begin with ``name``. Every rank computes the whole."""
+        shape = (hidden_size, hidden_size)
+        self._products = [
+            building.linear(building.weight(f"{name}.{number}.weight", shape)) for number in range(recipe.count - 1)
+        ]
+
+    def opened(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Maps ``[tokens, hidden_size]`` to ``[tokens, count, hidden_size]``."""
+        return self._as_large(hidden, [product(hidden) for product in self._products])
+
+    def closed(self, streams: torch.Tensor) -> torch.Tensor:
+        """Maps ``[tokens, count, hidden_size]`` to ``[tokens, hidden_size]``."""
+        others = [product(streams[:, 1 + number].contiguous()) for number, product in enumerate(self._products)]
+        return self._as_large(streams[:, 0], others).mean(1)
+
+    @staticmethod
+    def _as_large(first: torch.Tensor, others: list[torch.Tensor]) -> torch.Tensor:
+        size = _mean_square(first).sqrt()
+        scaled = [each * size / _mean_square(each).clamp_min(LEAST_SQUARE).sqrt() for each in others]
+        return torch.stack([first, *(each.to(first.dtype) for each in scaled)], 1)
+
+
+LEAST_SQUARE = 1e-5
+"""The least mean square by whose root a residual is divided."""
+
+
+def _mean_square(x: torch.Tensor) -> torch.Tensor:
+    return x.float().square().mean(-1, keepdim=True)
+
+
+class LowRank:
+    """What is computed beside attention by two products. Every rank computes the whole."""
+
+    def __init__(self, hidden_size: int, building: Building, recipe: LowRankRecipe, norm: Norm, prefix: str) -> None:
+        """Takes the tensors of the layer whose names begin with ``prefix``."""
+        down, up = (recipe.rank, hidden_size), (hidden_size, recipe.rank)
+        self._down = building.linear(building.weight(f"{prefix}{recipe.down}.weight", down))
+        self._up = building.linear(building.weight(f"{prefix}{recipe.up}.weight", up))
+        self._norm = load_norm(building, norm, prefix + recipe.norm, hidden_size)
+
+    def __call__(self, normed: torch.Tensor) -> torch.Tensor:
+        """Maps ``[tokens, hidden_size]`` to the same shape."""
+        return normed + self._norm(self._up(self._down(normed)))
+
+
+StreamMap = Callable[[torch.Tensor], torch.Tensor]
+
+
+def stream_ends(
+    hidden_size: int, building: Building, streams: StreamsRecipe | GatedStreamsRecipe | AltUpRecipe
+) -> tuple[StreamMap, StreamMap]:
+    """Returns what makes several residuals of one before the first layer, and one of them behind the last layer."""
+    if isinstance(streams, AltUpRecipe):
+        before, behind = (
+            StreamProducts(hidden_size, building, streams, name) for name in (streams.before, streams.behind)
+        )
+        return before.opened, behind.closed
+    opened = partial(_repeated, count=streams.count)
+    if not streams.head:
+        return opened, partial(torch.mean, dim=1)
+    if isinstance(streams, GatedStreamsRecipe):
+        return opened, GatedMean(hidden_size, building, streams, streams.head)
+    return opened, StreamSum(hidden_size, building, streams, streams.head)
+
+
+def _repeated(residual: torch.Tensor, count: int) -> torch.Tensor:
+    return residual.unsqueeze(1).repeat(1, count, 1)
 
 
 LEAST_GATE = 1e-6

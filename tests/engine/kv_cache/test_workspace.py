@@ -322,6 +322,10 @@ SIZES: dict[str, tuple[str, dict[str, Any]]] = {
         "gemma4-shared",
         {"hidden_size": 1536, "intermediate_size": 6144, "heads": 8, "kv_heads": 2, "head_dim": 256},
     ),
+    "one of several residuals": (
+        "gemma3n",
+        {"hidden_size": 2048, "intermediate_size": 16_384, "heads": 8, "kv_heads": 2, "head_dim": 256},
+    ),
     "experts beside": (
         "gemma4-experts",
         {"hidden_size": 2816, "intermediate_size": 2112, "heads": 16, "kv_heads": 8, "head_dim": 256},

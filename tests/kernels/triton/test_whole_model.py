@@ -167,6 +167,7 @@ MORE = (
     "qwen3-5",
     "phimoe",
     "gemma3",
+    "gemma3n",
     "gemma4-shared",
     "qwen3-next",
 )
@@ -176,6 +177,7 @@ CAPTURED = (
     "hy4",
     "llama",
     "gemma3",
+    "gemma3n",
     "gemma4-shared",
     "mistral-large4",
     "qwen3-5",

@@ -97,6 +97,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "gemma": Architecture("gemma", shifted_norms=True),
     "gemma2": Architecture("gemma2", shifted_norms=True),
     "gemma3": Architecture("gemma3_text", shifted_norms=True),
+    "gemma3n": Architecture("gemma3n_text"),
     "gemma4": Architecture("gemma4_text"),
     "glm-dsa": Architecture("glm_moe_dsa", with_experts="glm_moe_dsa", with_sigmoids="glm_moe_dsa", latents=True),
     "glm4": Architecture("glm4"),
@@ -180,6 +181,8 @@ ARCHITECTURES: dict[str, Architecture] = {
 """What is known of each architecture, by the name that files have in ``general.architecture``."""
 
 SETTINGS: dict[str, tuple[str, ...]] = {
+    "altup.active_idx": ("altup_active_idx",),
+    "altup.num_inputs": ("altup_num_inputs",),
     "attention.head_count": ("num_attention_heads",),
     "attention.head_count_kv": ("num_key_value_heads", "num_kv_heads"),
     "attention.indexer.head_count": ("index_n_heads",),
@@ -279,6 +282,7 @@ OF_UNLIKE_HEADS = frozenset(
 """Keys of windows in a Gemma 4, whose other layers have heads of another size."""
 
 COMPUTED: dict[str, tuple[str, ...]] = {
+    "activation_sparsity_scale": ("activation_sparsity_pattern",),
     "attention.indexer.types": ("indexer_types",),
     "attention.key_length_mla": ("kv_lora_rank",),
     "attention.q_lora_rank": ("kv_lora_rank",),
@@ -288,7 +292,7 @@ COMPUTED: dict[str, tuple[str, ...]] = {
     "ssm.inner_size": ("linear_value_head_dim", "mamba_d_head", "mamba_head_dim", "mamba_dt_rank", "state_size"),
     "ssm.time_step_rank": ("mamba_dt_rank", "state_size"),
 }
-"""Keys that ``states`` and ``latents`` read, for families that have one of these settings."""
+"""Keys that ``settings``, ``states`` and ``latents`` read, for families that have one of these settings."""
 
 OUTER = {"token_embd": "embedding", "output": "head"}
 """The fields of a ``ModelRecipe`` that have the names of a file's tensors."""
@@ -309,6 +313,19 @@ PER_LAYER = {
 """The fields of a ``PerLayerEmbedding``."""
 PER_LAYER_INPUT = {"inp_gate": "down", "proj": "up", "post_norm": "norm"}
 """The fields of a ``PerLayerInput``."""
+ALTUP = {
+    "altup_correct_coef": "correction_coefs",
+    "altup_predict_coef": "prediction_coefs",
+    "altup_router": "modality_router",
+    "altup_router_norm": "router_norm",
+}
+"""The tensors of an ``AltUpRecipe`` within a layer."""
+ALTUP_SCALE = ("altup_correct_scale.weight", "correct_output_scale")
+"""One of them that has no ``.weight`` behind its name in a checkpoint."""
+ALTUP_ENDS = {"altup_proj.weight": "before", "altup_unembd_proj.weight": "behind"}
+"""The fields of an ``AltUpRecipe`` of products that are one tensor here."""
+LOW_RANK = {"laurel_l": "down", "laurel_r": "up", "laurel_post_norm": "norm"}
+"""The fields of a ``LowRankRecipe``."""
 BESIDE_EXPERTS = {
     "ffn_norm": "before_mlp",
     "post_ffw_norm_1": "after_mlp",

@@ -6,6 +6,7 @@ import math
 import struct
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from statistics import NormalDist
 from typing import Any
 
 import msgspec
@@ -134,6 +135,7 @@ def gguf_settings(file: GgufFile) -> tuple[str, FamilySettings]:
         "original_max_position_embeddings": file.metadata.get(file.key("rope.scaling.original_context_length")),
         **_windows(file, names),
         **_by_tensors(file, family, hidden // heads),
+        **(_gemma3n(given) if family == "gemma3n_text" else {}),
         **(_gemma4(given) if family == "gemma4_text" else {}),
         **hybrid_settings(given, family),
         **(latent_settings(file, family) if latents else {}),
@@ -153,19 +155,27 @@ def _evened(file: GgufFile) -> GgufFile:
     """
     if file.architecture in WITHOUT_ATTENTION:
         return with_heads_of_states(file)
+    if file.architecture == "gemma3n":
+        return with_one_number(_with_first_channels(file), ())
     if file.architecture != "gemma4":
         return with_one_number(file, architecture_of(file).of_layers)
-    changed = dict(file.metadata)
+    changed = dict(_with_first_channels(file).metadata)
     for key in ("attention.key_length", "attention.value_length", "rope.dimension_count"):
         if file.key(f"{key}_swa") in changed:
             changed[file.key(key)] = changed[file.key(f"{key}_swa")]
     heads = changed.get(file.key("attention.head_count_kv"))
     if isinstance(heads, list) and len(heads) == len(windows := _pattern(file)) > 0:
         changed[file.key("attention.head_count_kv")] = heads[windows.index(True) if True in windows else 0]
-    channels = changed.get(file.key("feed_forward_length"))
-    if isinstance(channels, list) and channels:
-        changed[file.key("feed_forward_length")] = channels[0]
     return replace(file, metadata=changed)
+
+
+def _with_first_channels(file: GgufFile) -> GgufFile:
+    """Returns the file with the first layer's channels of the feed-forward part in place of those of each."""
+    key = file.key("feed_forward_length")
+    channels = file.metadata.get(key)
+    return (
+        replace(file, metadata=file.metadata | {key: channels[0]}) if isinstance(channels, list) and channels else file
+    )
 
 
 def _pattern(file: GgufFile) -> list[bool]:
@@ -174,6 +184,27 @@ def _pattern(file: GgufFile) -> list[bool]:
     if len(pattern) != layer_count(file):
         raise ModelError(f"{file.key('attention.sliding_window_pattern')} of {file.path} is not of {layer_count(file)}")
     return [bool(each) for each in pattern]
+
+
+def _gemma3n(file: GgufFile) -> dict[str, Any]:
+    """Returns the settings of a Gemma 3n that its layers do not share, or that its tensors say. Raises ModelError."""
+    deviations = file.own("activation_sparsity_scale", list, [])
+    if not all(isinstance(each, float) for each in deviations):
+        raise ModelError(f"{file.key('activation_sparsity_scale')} of {file.path} has other things than numbers")
+    shared = file.own("attention.shared_kv_layers", float, 0.0)
+    if not shared.is_integer():
+        raise ModelError(f"{file.key('attention.shared_kv_layers')} of {file.path} is {shared}")
+    shapes = {
+        "laurel_rank": file.tensors.get("blk.0.laurel_l.weight"),
+        "vocab_size_per_layer_input": file.tensors.get("per_layer_token_embd.weight"),
+    }
+    return {
+        "intermediate_size": file.metadata[file.key("feed_forward_length")],
+        "num_kv_shared_layers": int(shared),
+        # The file has the deviations above the mean of which the share follows; less than all of them is none.
+        "activation_sparsity_pattern": [NormalDist().cdf(each) for each in deviations] or None,
+        **{name: tensor.shape[0] for name, tensor in shapes.items() if tensor is not None},
+    }
 
 
 def _gemma4(file: GgufFile) -> dict[str, Any]:

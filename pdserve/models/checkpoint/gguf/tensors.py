@@ -14,9 +14,13 @@ from gguf.quants import dequantize
 
 from pdserve.errors import ModelError
 from pdserve.models.checkpoint.gguf.architectures import (
+    ALTUP,
+    ALTUP_ENDS,
+    ALTUP_SCALE,
     ATTENTION,
     BESIDE_EXPERTS,
     FEED_FORWARD,
+    LOW_RANK,
     NORMS,
     OUTER,
     PART_OF_EXPERTS,
@@ -37,7 +41,7 @@ from pdserve.models.checkpoint.gguf.settings import (
 )
 from pdserve.models.checkpoint.gguf.states import MixerTensor, gated_norm, mixer_tensors
 from pdserve.models.checkpoint.weight_file import MappedFile
-from pdserve.models.recipe import ExpertsRecipe, LayerRecipe, MlpBesideExperts, MlpRecipe, ModelRecipe
+from pdserve.models.recipe import AltUpRecipe, ExpertsRecipe, LayerRecipe, MlpBesideExperts, MlpRecipe, ModelRecipe
 from pdserve_kernels.contract import BLOCK_FORMATS, BlockFormat, BlockWeight
 from pdserve_kernels.feed_forward import Activation
 
@@ -275,6 +279,8 @@ def gguf_tensors(file: GgufFile, recipe: ModelRecipe) -> dict[str, GgufTensor]:
     if recipe.per_layer is not None:
         names |= {part: getattr(recipe.per_layer, name) for part, name in PER_LAYER.items()}
     whole: dict[str, str] = {}
+    streams = recipe.layers[0].streams
+    products = ALTUP_ENDS if isinstance(streams, AltUpRecipe) else {}
     for index, layer in enumerate(recipe.layers):
         block, prefix = f"blk.{index}.", f"{recipe.layer_prefix}{index}."
         names |= {block + part: prefix + name for part, name in _layer_names(layer, known).items()}
@@ -290,7 +296,10 @@ def gguf_tensors(file: GgufFile, recipe: ModelRecipe) -> dict[str, GgufTensor]:
         if name in OF_POSITIONS or name in mixing or (drafting and name.startswith(drafting)):
             continue
         part, _, kind = name.rpartition(".")
-        if name in whole:
+        if name in products and len(tensor.shape) == 3:
+            for number, each in enumerate(_unstacked(file.path, name, tensor)):
+                found[f"{getattr(streams, products[name])}.{number}.weight"] = each
+        elif name in whole:
             found[whole[name]] = tensor
         elif part in in_heads:
             found[f"{names[part]}.{kind}"] = _shaped(tensor, in_heads[part])
@@ -319,6 +328,10 @@ def _layer_names(layer: LayerRecipe, known: Architecture) -> dict[str, str]:
         names |= {"attn_q_norm": attention.norms.query, "attn_k_norm": attention.norms.key}
     if layer.per_layer is not None:
         names |= {key: getattr(layer.per_layer, name) for key, name in PER_LAYER_INPUT.items()}
+    if isinstance(layer.streams, AltUpRecipe):
+        names |= {key: f"{layer.streams.layer}.{name}" for key, name in ALTUP.items()}
+    if layer.beside is not None:
+        names |= {key: getattr(layer.beside, name) for key, name in LOW_RANK.items()}
     if isinstance(part, MlpRecipe):
         return names | _mlp_names(part)
     if isinstance(part, MlpBesideExperts):
@@ -355,6 +368,9 @@ def _mlp_names(part: MlpRecipe, end: str = "") -> dict[str, str]:
 def _whole_names(layer: LayerRecipe) -> dict[str, str]:
     """Returns the recipe's names of a layer's tensors that have no ``.weight`` behind them, by the file's names."""
     names = {"layer_output_scale.weight": layer.factor} if layer.factor else {}
+    if isinstance(layer.streams, AltUpRecipe):
+        stored, name = ALTUP_SCALE
+        names[stored] = f"{layer.streams.layer}.{name}"
     if layer.attention is not None and layer.mixer is not None:
         # llama.cpp writes this norm of a Falcon-H1 without the ending.
         names["ffn_norm"] = f"{layer.norms[1]}.weight"
@@ -378,7 +394,7 @@ def _correction_shape(recipe: ModelRecipe, name: str) -> tuple[int, ...]:
 
 
 def _unstacked(path: Path, name: str, tensor: GgufTensor) -> Iterator[GgufTensor]:
-    """Returns the tensor of each expert, of which the file has one after another. Raises ModelError."""
+    """Returns the tensors that the file has as one, of each expert or product. Raises ModelError."""
     count, *shape = tensor.shape
     try:
         block, size = GGML_QUANT_SIZES[GGMLQuantizationType(tensor.kind)]
@@ -387,5 +403,5 @@ def _unstacked(path: Path, name: str, tensor: GgufTensor) -> Iterator[GgufTensor
     if shape[-1] % block:
         raise ModelError(f"tensor {name!r} of {path} does not consist of whole blocks")
     nbytes = prod(shape) // block * size
-    for expert in range(count):
-        yield replace(tensor, shape=tuple(shape), offset=tensor.offset + expert * nbytes)
+    for number in range(count):
+        yield replace(tensor, shape=tuple(shape), offset=tensor.offset + number * nbytes)
