@@ -15,19 +15,10 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from pdserve.models.latent_plan import (
-    GATHERED_NUMBERS,
-    Numbers,
-    Part,
-    divided,
-    entry_slots,
-    moved_slots,
-    padded,
-    tokens_of,
-    widened,
-)
+from pdserve.models.latent_plan import Numbers, Part, divided, entry_slots, moved_slots, padded, tokens_of, widened
 from pdserve.models.rank_cache import KvGroup
 from pdserve.models.recipe import BlockIndexRecipe, HeadBlocksRecipe
+from pdserve.models.shared_plan import GATHERED_NUMBERS
 from pdserve_kernels.contract import (
     SCORES_AT_ONCE,
     Attention,

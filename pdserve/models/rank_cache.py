@@ -27,7 +27,8 @@ from pdserve_kernels.kv_layout import KvLayout, StateLayout
 
 if TYPE_CHECKING:
     from pdserve.models.block_plan import BlockStep, HeadBlockStep
-    from pdserve.models.latent_plan import LatentStep, SharedStep
+    from pdserve.models.latent_plan import LatentStep
+    from pdserve.models.shared_plan import SharedStep
 
 TORCH_DTYPES = {Dtype.BF16: torch.bfloat16, Dtype.FP32: torch.float32}
 

@@ -29,7 +29,7 @@ from pdserve.models.checkpoint.decoder_config import DecoderConfig, FamilyConfig
 from pdserve.models.checkpoint.weights import Checkpoint
 from pdserve.models.decoder import build_decoder
 from pdserve.models.drafting import Choose, Drafting, KnownTokens, likeliest
-from pdserve.models.latent_plan import LatentStep, SharedStep, plan_latents, sparse_form
+from pdserve.models.latent_plan import LatentStep, plan_latents, sparse_form
 from pdserve.models.parts.projections import Building
 from pdserve.models.rank_cache import (
     TORCH_DTYPES,
@@ -42,6 +42,7 @@ from pdserve.models.rank_cache import (
     run_numbers,
     state_runs,
 )
+from pdserve.models.shared_plan import SharedStep
 from pdserve.models.tp.shares import ALONE, TpGroup
 from pdserve_kernels.contract import (
     Attention,

@@ -15,13 +15,13 @@ from safetensors.torch import load_file, save_file
 from pdserve.config import Dtype
 from pdserve.errors import ModelError
 from pdserve.models.checkpoint.config_reading import read_decoder_config, read_family_config
-from pdserve.models.latent_plan import EntryMaking, SharedStep
 from pdserve.models.layer_groups import Place, group_sizes, layer_groups
 from pdserve.models.parts.layer_ends import Connection
 from pdserve.models.parts.projections import Building
 from pdserve.models.rank_cache import RunNumbers, rank_layouts
 from pdserve.models.recipe import Norm, StreamsRecipe
 from pdserve.models.runner import StepRow
+from pdserve.models.shared_plan import EntryMaking, SharedStep
 from pdserve.models.table import settings_from_values
 from pdserve.models.tp.shares import ALONE
 from pdserve.settings import cache_folder
@@ -105,8 +105,8 @@ def test_vectors_may_be_gathered_for_each_token(tmp_path: Path, monkeypatch: pyt
     folder = save_tiny(CASE, tmp_path)
     wanted = reference_logits(folder, PROMPT)
     monkeypatch.setattr(SharedStep, "gathers", property(lambda step: True))
-    monkeypatch.setattr("pdserve.models.latent_plan.GATHERED_NUMBERS", 700)
-    monkeypatch.setattr("pdserve.models.latent_plan.SCORES_AT_ONCE", 900)
+    monkeypatch.setattr("pdserve.models.shared_plan.GATHERED_NUMBERS", 700)
+    monkeypatch.setattr("pdserve.models.shared_plan.SCORES_AT_ONCE", 900)
     runner = small_runner(folder)
     pieces: list[torch.Tensor] = []
     for start, size in ((0, 17), (17, 1), (18, 23)):

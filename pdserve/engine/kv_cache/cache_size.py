@@ -29,7 +29,7 @@ from pdserve.models.checkpoint.weight_form import (
     model_size_of,
     weight_bytes,
 )
-from pdserve.models.latent_plan import SharedLoad, choosing_bytes, expanded_bytes, shared_bytes
+from pdserve.models.latent_plan import choosing_bytes, expanded_bytes
 from pdserve.models.layer_groups import GroupSize, Load, group_blocks
 from pdserve.models.rank_cache import TORCH_DTYPES
 from pdserve.models.recipe import (
@@ -45,6 +45,7 @@ from pdserve.models.recipe import (
     SharedKvRecipe,
 )
 from pdserve.models.runner import SCORED_LOGITS
+from pdserve.models.shared_plan import SharedLoad, shared_bytes
 from pdserve.models.sizes import (
     GPU_ONLY,
     MOST_PLACES,

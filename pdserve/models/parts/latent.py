@@ -24,7 +24,7 @@ import torch.nn.functional as F
 
 from pdserve.models.checkpoint.decoder_config import FamilyConfig
 from pdserve.models.checkpoint.weights import ALL
-from pdserve.models.latent_plan import LatentStep, SharedStep, widened
+from pdserve.models.latent_plan import LatentStep, widened
 from pdserve.models.parts.feed_forward import gate_heads
 from pdserve.models.parts.norms import LoadedNorm, load_norm
 from pdserve.models.parts.projections import Building, Projection, RowParallel, SideBySide, column_parallel
@@ -38,6 +38,7 @@ from pdserve.models.recipe import (
     LatentRecipe,
     Norm,
 )
+from pdserve.models.shared_plan import SharedStep
 from pdserve.models.tp.shares import share, spread
 from pdserve_kernels.contract import HeadLinear, IndexQueries, Linear
 

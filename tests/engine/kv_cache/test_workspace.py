@@ -31,7 +31,7 @@ from pdserve.models.checkpoint.decoder_config import FamilyConfig
 from pdserve.models.checkpoint.weights import ALL, Rows
 from pdserve.models.decoder import Decoder, build_decoder
 from pdserve.models.families.settings import draft_layer
-from pdserve.models.latent_plan import LatentStep, PoolMaking, SharedLoad, SharedStep, choosing_bytes, shared_bytes
+from pdserve.models.latent_plan import LatentStep, PoolMaking, choosing_bytes
 from pdserve.models.layer_groups import layer_groups
 from pdserve.models.parts.projections import Building
 from pdserve.models.rank_cache import KvGroup, RunNumbers, StepCache, StepStates, cache_place, rank_layouts
@@ -55,6 +55,7 @@ from pdserve.models.recipe import (
     SharedKvRecipe,
     ShortConvRecipe,
 )
+from pdserve.models.shared_plan import SharedLoad, SharedStep, shared_bytes
 from pdserve.wire.cache_groups import Keep
 from pdserve.wire.sampling_params import SamplingParams
 from pdserve_kernels import reference
