@@ -126,10 +126,12 @@ from pdserve.models.families.qwen import (
     Qwen2VlTextSettings,
     Qwen3MoeSettings,
     Qwen3NextSettings,
+    Qwen3OmniMoeTextSettings,
     Qwen3Settings,
     Qwen3VlMoeTextSettings,
     Qwen3VlTextSettings,
     Qwen4ExpSettings,
+    Qwen25OmniTextSettings,
     Qwen35MoeSettings,
     Qwen35Settings,
 )
@@ -259,13 +261,17 @@ class Composite:
 
     flat: bool = False
     """Whether older files have the settings of the text part among those of the whole."""
+    within: str = ""
+    """The setting that holds those of the part which writes text, with its ``text_config``, if it is not the whole."""
 
 
 TEXT_PARTS: dict[str, type[FamilySettings]] = {
     "qwen2_vl_text": Qwen2VlTextSettings,
     "qwen2_5_vl_text": Qwen2VlTextSettings,
+    "qwen2_5_omni_text": Qwen25OmniTextSettings,
     "qwen3_vl_text": Qwen3VlTextSettings,
     "qwen3_vl_moe_text": Qwen3VlMoeTextSettings,
+    "qwen3_omni_moe_text": Qwen3OmniMoeTextSettings,
     "glm4v_text": Glm4vTextSettings,
     "glm4v_moe_text": Glm4vMoeTextSettings,
     "minimax_m3_vl_text": MiniMaxM3Settings,
@@ -297,6 +303,10 @@ COMPOSITES: dict[str, Composite] = {
     "idefics3": Composite("llama"),
     "qwen2_vl": Composite("qwen2_vl_text", flat=True),
     "qwen2_5_vl": Composite("qwen2_5_vl_text", flat=True),
+    "qwen2_5_omni": Composite("qwen2_5_omni_text", tied=False, within="thinker_config"),
+    "qwen2_5_omni_thinker": Composite("qwen2_5_omni_text", tied=False),
+    "qwen3_omni_moe": Composite("qwen3_omni_moe_text", tied=False, within="thinker_config"),
+    "qwen3_omni_moe_thinker": Composite("qwen3_omni_moe_text", tied=False),
     "qwen3_vl": Composite("qwen3_vl_text", tied=False),
     "qwen3_vl_moe": Composite("qwen3_vl_moe_text", tied=False),
     "qwen3_5": Composite("qwen3_5_text", tied=False),

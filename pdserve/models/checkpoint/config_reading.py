@@ -48,7 +48,7 @@ _PARTS = (
     *("audio_tower.", "embed_vision.", "embed_audio."),
     *("vision_embedder.", "vision_adapter.", "vision_projection.", "vision_projector."),
 )
-UNUSED = (*_PARTS, *(f"model.{part}" for part in _PARTS), "talker.", "token2wav.")
+UNUSED = (*_PARTS, *(f"model.{part}" for part in _PARTS), "talker.", "token2wav.", "code2wav.")
 """See ``ModelRecipe.unused``."""
 
 
@@ -70,10 +70,13 @@ def text_settings(text: bytes) -> tuple[str, FamilySettings, int | list[int] | N
     try:
         whole = msgspec.json.decode(text, type=_Whole)
         composite = COMPOSITES[whole.model_type]
+        if composite.within:
+            given = msgspec.json.decode(text, type=dict[str, object]).get(composite.within, {})
+            whole = msgspec.convert({"model_type": whole.model_type} | _object(given, composite.within), _Whole)
         part = whole.text_config or {}
         if whole.text_config is None and composite.flat:
             part = msgspec.json.decode(text, type=dict[str, object]) | {"model_type": composite.text}
-    except msgspec.DecodeError as exc:
+    except (msgspec.DecodeError, msgspec.ValidationError) as exc:
         raise ModelError(str(exc)) from exc
     family = family_of(str(part.get("model_type", composite.text)), part.get("layer_types"))
     if family not in FAMILIES | TEXT_PARTS:
@@ -83,6 +86,12 @@ def text_settings(text: bytes) -> tuple[str, FamilySettings, int | list[int] | N
         raise ModelError(f"its text part is a {family} model (text_config) with settings that no recipe has")
     settings.tie_word_embeddings = _tied(whole.tie_word_embeddings, composite.tied, settings.tie_word_embeddings)
     return family, settings, settings.eos_token_id if whole.eos_token_id is None else whole.eos_token_id
+
+
+def _object(value: object, name: str) -> dict[str, object]:
+    if not isinstance(value, dict):
+        raise ModelError(f"{name} is no object")
+    return value
 
 
 def _tied(of_whole: bool | msgspec.UnsetType | None, usual: bool | None, of_part: bool) -> bool:

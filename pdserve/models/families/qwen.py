@@ -209,6 +209,21 @@ class Qwen2VlTextSettings(Qwen2Settings, kw_only=True):
     max_window_layers: int = 80
 
 
+class Qwen25OmniTextSettings(Qwen2VlTextSettings, kw_only=True):
+    """The text part of a Qwen 2.5 Omni."""
+
+    hidden_size: Count = 3584
+    intermediate_size: Count = 18_944
+    num_hidden_layers: Count = 28
+    num_attention_heads: Count = 28
+    num_key_value_heads: Count | None = 4
+    max_position_embeddings: Count = 32_768
+    rms_norm_eps: float = 1e-6
+    eos_token_id: int | list[int] | None = None
+    sliding_window: Count | None = 32_768
+    max_window_layers: int = 28
+
+
 class Qwen3VlTextSettings(FamilySettings, kw_only=True):
     """The text part of a Qwen 3 VL. Every layer sees all tokens."""
 
@@ -248,6 +263,21 @@ class Qwen3VlMoeTextSettings(Qwen3MoeSettings, kw_only=True):
             return part
         part = in_one_tensor(part)
         return replace(part, expert=replace(part.expert, transposed=True), normalised=True, turned_by_shape=True)
+
+
+class Qwen3OmniMoeTextSettings(Qwen3MoeSettings, kw_only=True):
+    """The text part of a Qwen 3 Omni. Every layer sees all tokens."""
+
+    three_axes: ClassVar[bool] = True
+    default_theta: ClassVar[float] = 1_000_000.0
+    vocab_size: Count = 3584
+    intermediate_size: Count = 18_944
+    num_hidden_layers: Count = 28
+    num_attention_heads: Count = 28
+    norm_topk_prob: bool = True
+
+    def windows(self) -> tuple[int | None, ...]:
+        return (None,) * self.num_hidden_layers
 
 
 APART = tuple(f"linear_attn.in_proj_{name}" for name in ("qkv", "z", "b", "a"))
