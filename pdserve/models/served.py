@@ -71,7 +71,8 @@ def served_families() -> list[ServedFamily]:
     """
     rows = []
     within = {whole: TEXT_PARTS[part.text] for whole, part in COMPOSITES.items() if part.text in TEXT_PARTS}
-    own = {whole: family for whole, family in within.items() if "models" in vars(family)}
+    known = {*FAMILIES.values()}
+    own = {whole: family for whole, family in within.items() if "models" in vars(family) and family not in known}
     for model_type, family in sorted({**FAMILIES, **own}.items()):
         settings = family()
         recipe = settings.recipe()

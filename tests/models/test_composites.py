@@ -31,8 +31,10 @@ from tests.models.tiny_families import (
     FULL,
     GEMMA4,
     GLM5,
+    GRANITE,
     GROWING,
     HEADS,
+    HY4,
     LFM3,
     LLAMA4,
     MLA,
@@ -53,6 +55,7 @@ OMNI_AUDIO = {"d_model": 16, "encoder_layers": 1, "encoder_attention_heads": 2, 
 GLM_VISION = QWEN_VISION | {"image_size": 28}
 GLM5_VISION: dict[str, Any] = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2}
 GLM5_VISION |= {"out_hidden_size": 60, "projection_intermediate_size": 16, "image_size": 28, "patch_size": 14}
+HY4_VISION = VISION | {"out_hidden_size": 60, "max_image_size": 28}
 GEMMA4_VISION = VISION | {"num_key_value_heads": 2, "head_dim": 8, "position_embedding_size": 16}
 SECTIONS = {"rope_type": "default", "mrope_section": [2, 2, 1], "rope_theta": 5000.0}
 DELTA_SECTIONS = SECTIONS | {"mrope_section": [1, 1, 0], "mrope_interleaved": True, "partial_rotary_factor": 0.4}
@@ -90,6 +93,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "llava": ("llava", SHAPE | {"model_type": "llama"}, CLIP),
     "llava-qwen3": ("llava", SHAPE | {"model_type": "qwen3"}, CLIP),
     "llava-next": ("llava_next", SHAPE | {"model_type": "mistral", "sliding_window": WINDOW}, CLIP),
+    "llava-next-video": ("llava_next_video", SHAPE | {"model_type": "llama"}, CLIP),
     "llava-onevision": ("llava_onevision", HEADS | {"model_type": "qwen2"}, SIGLIP),
     "vipllava": ("vipllava", SHAPE | {"model_type": "llama"}, CLIP),
     "internvl": (
@@ -172,6 +176,13 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         HEADS | {"rope_parameters": SECTIONS | {"mrope_section": [1, 1, 1], "partial_rotary_factor": 0.6}},
         GLM_VISION,
     ),
+    "glmga": (
+        "glmga",
+        HEADS | {"rope_parameters": SECTIONS | {"mrope_section": [1, 1, 1], "partial_rotary_factor": 0.6}},
+        GLM_VISION,
+    ),
+    "hy4-vl": ("hy_v4_vl", HY4 | {"rope_parameters": SECTIONS | {"mrope_section": [1, 1, 0]}}, HY4_VISION),
+    "granite4-vision": ("granite4_vision", HEADS | GRANITE, CLIP | {"hidden_size": 64, "num_attention_heads": 1}),
     "glm5-next": ("glm5_next", GLM5, GLM5_VISION),
     "glm5-next-wide": (
         "glm5_next",
@@ -191,6 +202,14 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 
 
+OF_WHOLES: dict[str, dict[str, Any]] = {
+    "granite4_vision": {"deepstack_layer_map": [[0, 0]], "downsample_rate": "1/2", "spatial_target_layers": [0]},
+    "qwen2_5_omni_thinker": {"audio_config": OMNI_AUDIO},
+    "qwen3_omni_moe_thinker": {"audio_config": OMNI_AUDIO},
+}
+"""What else configurations need to be small, or at all."""
+
+
 def save(case: str, folder: Path, **changes: object) -> Path:
     """Saves a random model, always the same one. ``changes`` are settings of the whole."""
     kind, text, vision = CASES[case]
@@ -198,8 +217,7 @@ def save(case: str, folder: Path, **changes: object) -> Path:
     auto: Any = AutoModelForImageTextToText
     of_kind: Any = CONFIG_MAPPING[kind]
     # transformers writes into what it is given, and cases share parts.
-    audio = {"audio_config": OMNI_AUDIO} if "omni" in kind else {}
-    config = of_kind(text_config=deepcopy(text), vision_config=deepcopy(vision), **audio, **changes)
+    config = of_kind(text_config=deepcopy(text), vision_config=deepcopy(vision), **OF_WHOLES.get(kind, {}), **changes)
     model: PreTrainedModel = auto.from_config(config, dtype=torch.float32)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if "correction" in name:
@@ -252,7 +270,7 @@ def test_every_logit_of_the_text_part_is_that_of_transformers(tmp_path: Path, ca
     assert_logits(folder, wanted)
 
 
-ALONE_HERE = ("glm5-next", "glm5-next-wide")
+ALONE_HERE = ("glm5-next", "glm5-next-wide", "hy4-vl")
 """Text parts of kinds that no family is."""
 
 
@@ -377,7 +395,7 @@ def test_the_part_may_be_whole_within_the_whole(tmp_path: Path) -> None:
     assert_logits(folder, wanted)
 
 
-BY_HAND = {"gemma3n", "qwen2_5_omni", "qwen3_omni_moe"}
+BY_HAND = {"gemma3n", "nemotron_h_omni", "qwen2_5_omni", "qwen3_omni_moe"}
 """Models whose text part a test puts into a whole itself."""
 
 
@@ -398,6 +416,18 @@ def test_the_text_part_of_a_gemma3n_is_that_of_transformers(tmp_path: Path) -> N
     save_file(tensors, file, metadata={"format": "pt"})
     parts = {"vision_config": {"model_type": "gemma3n_vision"}, "audio_config": {"model_type": "gemma3n_audio"}}
     path.write_text(json.dumps({"model_type": "gemma3n", "text_config": json.loads(path.read_text())} | parts))
+    assert_logits(folder, wanted)
+
+
+def test_the_text_part_of_a_nemotron_omni_is_that_of_transformers(tmp_path: Path) -> None:
+    """Its released files call its settings otherwise, and have other parts under names of their own."""
+    folder = save_tiny("nemotron-h", tmp_path)
+    wanted = reference_logits(folder, PROMPT)
+    file, path = folder / "model.safetensors", folder / "config.json"
+    tensors = {f"language_model.{name}": each for name, each in load_file(file).items()}
+    others = ("mlp1.0", "vision_model.blocks.0", "sound_encoder.encoder.layers.0", "sound_projection.norm")
+    save_file(tensors | {f"{name}.weight": torch.ones(2) for name in others}, file, metadata={"format": "pt"})
+    path.write_text(json.dumps({"model_type": "nemotron_h_omni", "llm_config": json.loads(path.read_text())}))
     assert_logits(folder, wanted)
 
 

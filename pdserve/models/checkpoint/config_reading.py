@@ -45,7 +45,8 @@ _PARTS = (
         "image_newline",
         "vit_large_projector.",
     ),
-    *("audio_tower.", "embed_vision.", "embed_audio."),
+    *("audio_tower.", "embed_vision.", "embed_audio.", "mlp1.", "sound_encoder.", "sound_projection."),
+    *("vision_final_layernorm.", "layerwise_projectors.", "spatial_projectors.", "vit.", "perceive."),
     *("vision_embedder.", "vision_adapter.", "vision_projection.", "vision_projector."),
 )
 UNUSED = (*_PARTS, *(f"model.{part}" for part in _PARTS), "talker.", "token2wav.", "code2wav.")
@@ -57,6 +58,8 @@ class _Whole(msgspec.Struct):
 
     model_type: str
     text_config: dict[str, object] | None = None
+    llm_config: dict[str, object] | None = None
+    """What released files of some models call ``text_config``."""
     tie_word_embeddings: bool | msgspec.UnsetType | None = msgspec.UNSET
     eos_token_id: int | list[int] | None = None
 
@@ -73,8 +76,8 @@ def text_settings(text: bytes) -> tuple[str, FamilySettings, int | list[int] | N
         if composite.within:
             given = msgspec.json.decode(text, type=dict[str, object]).get(composite.within, {})
             whole = msgspec.convert({"model_type": whole.model_type} | _object(given, composite.within), _Whole)
-        part = whole.text_config or {}
-        if whole.text_config is None and composite.flat:
+        part = whole.text_config or whole.llm_config or {}
+        if not part and composite.flat:
             part = msgspec.json.decode(text, type=dict[str, object]) | {"model_type": composite.text}
     except (msgspec.DecodeError, msgspec.ValidationError) as exc:
         raise ModelError(str(exc)) from exc

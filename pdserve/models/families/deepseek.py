@@ -562,7 +562,8 @@ class Hy4Settings(DeepseekV32Settings, kw_only=True):
         return replace(super().layer(index), streams=streams)
 
     def recipe(self) -> ModelRecipe:
-        renamed = [(f"model.{name}", "model.hc_head.hc_") for name in ("hc_pre.hc_head.hc_head_", "hc_head.hc_head_")]
+        heads = ("hc_pre.hc_head.hc_head_", "hc_head.hc_pre.hc_head_", "hc_head.hc_head_")
+        renamed = [(f"model.{name}", "model.hc_head.hc_") for name in heads]
         renamed += [
             (f"model.layers.{index}.{stored}", f"model.layers.{index}.{own}")
             for index in range(self.num_hidden_layers)
@@ -570,6 +571,29 @@ class Hy4Settings(DeepseekV32Settings, kw_only=True):
         ]
         whole = replace(super().recipe(), precise_head=True, draft=None)
         return replace(whole, renamed=tuple(renamed), unused=("model.mtp_layers.",))
+
+
+class Hy4VlTextSettings(Hy4Settings, kw_only=True):
+    """The text part of Hy 4, which turns neighbouring channels against each other."""
+
+    models: ClassVar[str] = "Hy 4"
+    three_axes: ClassVar[bool] = True
+    index_interleaved: ClassVar[bool] = True
+    hidden_size: Count = 6144
+    intermediate_size: Count = 18_432
+    num_hidden_layers: Count = 78
+    num_attention_heads: Count = 64
+    moe_intermediate_size: Count = 2048
+    q_lora_rank: Count | None = 2048
+    index_n_heads: Count = 32
+
+    def rotary(self) -> Rotary:
+        return replace(super().rotary(), interleaved=True)
+
+    def attention(self, index: int) -> AttentionRecipe:
+        part = super().attention(index)
+        assert part.latent is not None
+        return replace(part, latent=replace(part.latent, norm=self.norm()))
 
 
 class AxK1Settings(Glm4MoeLiteSettings, kw_only=True):
