@@ -13,9 +13,11 @@ from pathlib import Path
 import pytest
 from huggingface_hub import hf_hub_download, scan_cache_dir
 
+from pdserve.hub.cache import PARTIAL
 from pdserve.models.served import served_families
 from pdserve.process import python_program
 from tests.cli import in_process
+from tests.eventually import eventually
 from tests.forks import Forks, forks_of
 from tests.hub.fake_hub import FakeHub, Repository
 from tests.nightly import nightly
@@ -133,6 +135,7 @@ def test_a_killed_download_goes_on_where_it_was(hub: FakeHub, tiny: Path, tmp_pa
     hub.repositories["tiny/llama"].revisions = {"main": larger(tiny, tmp_path / "larger")}
     with pdserve("pull", "tiny/llama", **environ) as pull:
         assert hub.held.wait(60)
+        eventually(lambda: sum(file.stat().st_size for file in tmp_path.rglob(f"*{PARTIAL}")), "some of it is stored")
         pull.popen.kill()
         pull.wait()
     hub.hold_at.clear()
