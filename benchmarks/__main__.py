@@ -16,6 +16,8 @@ from benchmarks.settings import (
     BenchFamiliesConfig,
     BenchGgufServersConfig,
     BenchGoodputConfig,
+    BenchHostConfig,
+    BenchLentCoresConfig,
     BenchPlanConfig,
     BenchProxyConfig,
     BenchRolesConfig,
@@ -29,7 +31,7 @@ from pdserve.cli.main import status_of
 from pdserve.config import NodeConfig, ProxyConfig
 from pdserve.errors import ConfigError
 from pdserve.process import die_with_parent
-from pdserve.settings import ROOTS, load_with_file, with_current_names
+from pdserve.settings import ROOTS, cache_folder, load_with_file, with_current_names
 from pdserve.settings.setting import settings_of, to_text
 from pdserve.settings.sources import CONFIG_ENV, from_file, suggestion
 
@@ -105,6 +107,19 @@ def _families(config: BenchFamiliesConfig, environ: Mapping[str, str]) -> Report
     from benchmarks import families
 
     return families.run(config, environ)
+
+
+def _host(config: BenchHostConfig, environ: Mapping[str, str]) -> Report:
+    from benchmarks import host
+
+    return host.run(config)
+
+
+def _lent_cores(config: BenchLentCoresConfig, environ: Mapping[str, str]) -> Report:
+    from benchmarks.lent_cores import benchmark
+    from pdserve.hub.finding import find_model
+
+    return benchmark.run(config, find_model(config.model, environ).path, cache_folder(environ))
 
 
 def _gguf_servers(config: BenchGgufServersConfig, environ: Mapping[str, str]) -> Report:
@@ -188,6 +203,20 @@ STUDIES = {
         "transformers' code with pdserve's attention and products.",
         BenchFamiliesConfig,
         _families,
+    ),
+    "host": Study(
+        "what a step takes of the step loop's thread, without a model",
+        "The step loop's own work: scheduler, blocks, sampler and messages are real, and the runner computes nothing. "
+        "The CPU time of a decode step, and the bytes that it tells other ranks, beside what is wanted.",
+        BenchHostConfig,
+        _host,
+    ),
+    "lent-cores": Study(
+        "steps with borrowed cores, and how soon their owner has them back",
+        "A decode step and prefill steps on half of the cores, with the other half borrowed from an engine that "
+        "sleeps, and on all as own ones; and how long that engine's wake-up takes.",
+        BenchLentCoresConfig,
+        _lent_cores,
     ),
     "gguf-servers": Study(
         "a node beside llama-server, from the same random GGUF files",

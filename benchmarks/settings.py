@@ -364,6 +364,46 @@ class BenchFamiliesConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class HostBenchConfig:
+    """The time that a step takes of the step loop's thread, without a model."""
+
+    requests: tuple[int, ...] = setting("requests", "Decode steps have these numbers of requests.", (1, 64, 256))
+    contexts: tuple[int, ...] = setting(
+        "contexts", "Each of these requests has about these numbers of tokens.", (1024, 8192, 32768)
+    )
+    block_size: int = setting("block-size", "A KV block holds this many tokens.", 16, minimum=1, maximum=1024)
+
+
+@dataclass(frozen=True, slots=True)
+class BenchHostConfig:
+    """The settings of ``benchmarks host``."""
+
+    host: HostBenchConfig = field(default_factory=HostBenchConfig)
+    report: ReportConfig = field(default_factory=ReportConfig)
+
+
+@dataclass(frozen=True, slots=True)
+class LentCoresBenchConfig:
+    """Steps with cores that another engine lends, and how soon that has its cores back."""
+
+    context: int = setting("context", "The request of the decode step has this many tokens.", 256, minimum=2)
+    chunks: tuple[int, ...] = setting(
+        "chunks", "Prefill steps have these numbers of tokens of a prompt.", (64, 128, 256, 512)
+    )
+    seconds: float = setting("seconds", "Each measurement takes this many seconds.", 1.0, minimum=0)
+    block_size: int = setting("block-size", "A KV block holds this many tokens.", 16, minimum=1, maximum=1024)
+
+
+@dataclass(frozen=True, slots=True)
+class BenchLentCoresConfig:
+    """The settings of ``benchmarks lent-cores``."""
+
+    lent: LentCoresBenchConfig = field(default_factory=LentCoresBenchConfig)
+    report: ReportConfig = field(default_factory=ReportConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+
+
+@dataclass(frozen=True, slots=True)
 class GgufServersBenchConfig:
     """A node beside another server that reads the same random GGUF file."""
 
@@ -556,6 +596,11 @@ def check(config: Any) -> None:
                 check_counts("--clients", clients)
             case FamiliesBenchConfig(batches=batches):
                 check_counts("--batches", batches)
+            case HostBenchConfig(requests=requests, contexts=contexts):
+                check_counts("--requests", requests)
+                check_counts("--contexts", contexts)
+            case LentCoresBenchConfig(chunks=chunks):
+                check_counts("--chunks", chunks)
             case StreamBenchConfig(streams=streams):
                 check_counts("--streams", streams)
             case GoodputBenchConfig() as goodput:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pdserve.bench.report import check_folder, publish
-from pdserve.config import Switch
 from pdserve.config.bench import BenchCompareConfig, BenchEngineConfig, BenchLoadConfig, BenchTransferConfig
 from pdserve.errors import ConfigError
 from pdserve.process import pin_to_cores
@@ -73,11 +72,9 @@ def _engine(config: BenchEngineConfig, environ: Mapping[str, str]) -> Report:
     from pdserve.engine.runner_loading import cpu_kernels
     from pdserve.hub.finding import find_model
 
-    if config.engine.host is Switch.ON:
-        return benchmark.host_report(config)
     cache_dir = cache_folder(environ)
     folder = find_model(config.model, environ).path
-    return benchmark.run(config, folder, lambda: cpu_kernels(config.cpu.kernels, cache_dir), cache_dir)
+    return benchmark.run(config, folder, lambda: cpu_kernels(config.cpu.kernels, cache_dir))
 
 
 def _load(config: BenchLoadConfig, environ: Mapping[str, str]) -> Report:

@@ -33,18 +33,6 @@ class EngineBenchConfig:
     )
     seconds: float = setting("seconds", "Each measurement takes this many seconds.", 1.0, minimum=0)
     block_size: int = setting("block-size", "A KV block holds this many tokens.", 16, minimum=1, maximum=1024)
-    lent_cores: Switch = setting(
-        "lent-cores",
-        "Only steps with borrowed cores are timed, and how soon their owner has its cores back.",
-        Switch.OFF,
-        bare="on",
-    )
-    host: Switch = setting(
-        "host",
-        "Only the time is taken that a step takes of the step loop's thread, without a model.",
-        Switch.OFF,
-        bare="on",
-    )
     copy_mib: int = setting("copy-mib", "The buffers whose copying is timed have this size, in MiB.", 256, minimum=1)
 
 

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import os
-import sys
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-import msgspec
 import pytest
 import torch
 from gguf import GGMLQuantizationType
@@ -16,13 +13,12 @@ from transformers import AutoModelForCausalLM
 
 from pdserve.bench.engine import benchmark
 from pdserve.bench.engine.benchmark import FakeDrafter
-from pdserve.bench.engine.lent_core_rows import Neighbour, lent_core_rows
 from pdserve.bench.engine.parts import ExpertLayer, Product, attention_s, products_of
 from pdserve.bench.engine.subject import Drafting, Shape, Steps, Stored, open_subject, write_random_model
-from pdserve.bench.report import Unit, changes, read_report, to_json
-from pdserve.config import Device, Dtype, ModelConfig, Switch
+from pdserve.bench.report import read_report, to_json
+from pdserve.config import Device, Dtype, ModelConfig
 from pdserve.config.bench import BenchEngineConfig, EngineBenchConfig
-from pdserve.errors import BenchError, ConfigError, ModelError
+from pdserve.errors import ConfigError, ModelError
 from pdserve.models.backend import Backend
 from pdserve.models.checkpoint.config_reading import read_family_config
 from pdserve.models.checkpoint.weights import Checkpoint
@@ -283,73 +279,3 @@ def test_a_fake_drafter_is_right_as_often_as_asked(tiny: Path) -> None:
         assert {tuple(row.block_table) for row in one} == {tuple(one[0].block_table)}
     # A request's blocks are no other's.
     assert len({block for row in rows for block in row.block_table}) == sum(len(rows[n].block_table) for n in (0, 4, 8))
-
-
-def cores_of_threads() -> set[frozenset[int]]:
-    found = set()
-    for thread in os.listdir("/proc/self/task"):
-        with suppress(ProcessLookupError):
-            found.add(frozenset(os.sched_getaffinity(int(thread))))
-    return found
-
-
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="another engine has no core")
-def test_borrowed_cores_are_timed(tiny: Path) -> None:
-    config = BenchEngineConfig(
-        engine=replace(SMALL, lent_cores=Switch.ON), model=ModelConfig(served_model_name="tiny", dtype=Dtype.FP32)
-    )
-    before = cores_of_threads()
-    report = benchmark.run(config, tiny, compiled, cache_folder(os.environ))
-    found = [(row.what, row.at.get("step")) for row in report.rows]
-    steps = ["decode", "prefill of 7", "prefill of 33"]
-    assert found == [*(("step with borrowed cores", step) for step in steps), ("owner's wake-up", None)]
-    assert all(figure.value > 0 for row in report.rows for figure in row.figures)
-    # No thread stays on a part of the cores.
-    assert cores_of_threads() <= before
-
-
-def test_the_hosts_part_of_a_step_is_timed_in_ratios_that_are_compared() -> None:
-    report = benchmark.host_report(BenchEngineConfig(), (3,), (40,))
-    assert [row.at for row in report.rows] == [
-        {"requests": 3, "context": 40, "path": path}
-        for path in ("in turn", "ahead", "ranks", "ranks, window", "ranks, states")
-    ]
-    ratios = [figure for row in report.rows for figure in row.figures if figure.unit is Unit.RATIO]
-    assert [figure.name for figure in ratios] == [
-        *["CPU : wanted"] * 2,
-        *["CPU : wanted", "message : wanted"] * 3,
-    ]
-    assert all(figure.value > 0 for figure in ratios)
-    assert all(figure.value < 1 for figure in ratios if figure.name == "message : wanted")
-    slower = [
-        msgspec.structs.replace(
-            row, figures=tuple(msgspec.structs.replace(figure, value=2 * figure.value) for figure in row.figures)
-        )
-        for row in report.rows
-    ]
-    found = changes(report, msgspec.structs.replace(report, rows=tuple(slower)), 0.3)
-    assert [change.worse for change in found] == [True] * len(ratios)
-
-
-def test_what_cannot_borrow_is_refused(tiny: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    steps = Steps((1,), (40,), (33,))
-    model = ModelConfig(dtype=Dtype.FP32, device=Device.CPU)
-    with pytest.raises(BenchError, match="compiled CPU kernels"):
-        lent_core_rows(open_subject("tiny", tiny, model, 16, steps, TorchKernels), steps, tmp_path, 0.0)
-    subject = open_subject("tiny", tiny, model, 16, steps, compiled)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
-    with pytest.raises(BenchError, match="two cores"):
-        lent_core_rows(subject, steps, tmp_path, 0.0)
-
-
-def test_a_neighbour_that_has_ended_ends_the_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "executable", "/bin/false")
-    neighbour = Neighbour(tmp_path / "ledger", tmp_path, [0])
-    try:
-        with pytest.raises(BenchError, match="does not answer"):
-            neighbour.wait()
-        neighbour.popen.wait(60)
-        with pytest.raises(BenchError, match="has ended"):
-            neighbour.order("sleep")
-    finally:
-        neighbour.end()

@@ -14,8 +14,6 @@ from pathlib import Path
 import torch
 from llguidance import LLTokenizer
 
-from pdserve.bench.engine.host_rows import CONTEXTS, REQUESTS, host_rows
-from pdserve.bench.engine.lent_core_rows import lent_core_rows
 from pdserve.bench.engine.parts import (
     ExpertLayer,
     ExpertStack,
@@ -44,7 +42,6 @@ from pdserve.bench.engine.subject import (
     write_random_model,
 )
 from pdserve.bench.report import Better, Figure, Report, Row, Unit, chip_name, this_machine
-from pdserve.config import Switch
 from pdserve.config.bench import BenchEngineConfig
 from pdserve.grammars.compiling import load_vocabulary
 from pdserve.models.backend import Backend, open_backend
@@ -86,26 +83,11 @@ _NOTES = (
     "with drafts: a fake drafter says how many are right; steps have the greedy choice of all rows' tokens",
 )
 
-_LENT_NOTES = (
-    "medians; the other engine computes and sleeps in a process of its own; its wake-up ends with some 0.5 ms of work",
-)
 
-_HOST_NOTES = (
-    "medians of means over 16 steps, of the CPU time of the step loop's thread; scheduler, blocks, sampler and message "
-    "to the API process are real, the runner fills the inputs of a recorded step and computes nothing",
-    "in turn: as on a CPU; ahead: a step is launched before the last one's tokens are known, as on a GPU; ranks: in "
-    "turn, with a message to other ranks; window: of a model that has layers with a window of 512 tokens, too",
-    "wanted: 0.25 ms + 8 µs a request + 1 µs for each 1,000 tokens of its context; 2 KiB + 16 bytes a request",
-)
-
-
-def run(
-    config: BenchEngineConfig, folder: Path, cpu_kernels: Callable[[], Kernels], cache_dir: Path | None = None
-) -> Report:
+def run(config: BenchEngineConfig, folder: Path, cpu_kernels: Callable[[], Kernels]) -> Report:
     """Measures the model of ``folder``, and if its runner computes on a GPU, an 8B-shaped model too.
 
-    ``cpu_kernels`` makes the kernel set for a CPU, and ``cache_dir`` has it for other processes. A folder without a
-    tokenizer has no row of grammars.
+    ``cpu_kernels`` makes the kernel set for a CPU. A folder without a tokenizer has no row of grammars.
 
     Raises ModelError, BenchError, and ConfigError if the model knows fewer positions than the settings ask for.
     """
@@ -114,10 +96,6 @@ def run(
     steps = Steps(config.engine.batches, config.engine.contexts, config.engine.chunks)
     name = config.model.served_model_name or served_model_name(config.model.path, folder)
     subject = open_subject(name, folder, config.model, config.engine.block_size, steps, cpu_kernels)
-    if config.engine.lent_cores is Switch.ON and cache_dir is not None:
-        _say(f"{subject.name}: steps with borrowed cores")
-        lent = lent_core_rows(subject, steps, cache_dir, config.engine.seconds)
-        return Report("engine", this_machine(chip_name()), to_environ(config), _LENT_NOTES, tuple(lent))
     device = subject.device
     vocabulary = None
     if is_gguf(folder) or any((folder / name).is_file() for name in TOKENIZERS):
@@ -134,14 +112,6 @@ def run(
         dtype = TORCH_DTYPES[config.model.dtype]
         rows.append(measure(torch.device("cuda"), dtype, config.engine.copy_mib, config.engine.seconds).row())
     return Report("engine", this_machine(chip_name()), to_environ(config), _NOTES, tuple(rows))
-
-
-def host_report(
-    config: BenchEngineConfig, requests: Sequence[int] = REQUESTS, contexts: Sequence[int] = CONTEXTS
-) -> Report:
-    """Measures what steps take of the step loop's thread, without a model."""
-    rows = tuple(host_rows(config.engine.block_size, requests, contexts))
-    return Report("engine", this_machine(chip_name()), to_environ(config), _HOST_NOTES, rows)
 
 
 def random_model_rows(

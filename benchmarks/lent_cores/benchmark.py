@@ -1,4 +1,7 @@
-"""Times steps with borrowed cores, and how soon their owner has them back."""
+"""Times steps with borrowed cores, and how soon their owner has them back.
+
+The other engine computes and sleeps in a process of its own, ``neighbour_program``.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,6 @@ import os
 import select
 import statistics
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -14,27 +16,34 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.programs import study_program
+from benchmarks.settings import BenchLentCoresConfig
 from pdserve.bench.engine.parts import seconds_of
-from pdserve.bench.engine.subject import Steps, Subject
-from pdserve.bench.report import Better, Figure, Row, Unit
+from pdserve.bench.engine.subject import Steps, Subject, open_subject
+from pdserve.bench.report import Better, Figure, Report, Row, Unit, chip_name, this_machine
 from pdserve.errors import BenchError
 from pdserve.machine.core_ledger import CoreLedger, private_ledger
+from pdserve.models.checkpoint.model_files import served_model_name
 from pdserve.models.runner import StepRow
 from pdserve.process import partition_cores
+from pdserve.settings import to_environ
 from pdserve_kernels.cpu.compiled_kernels import CompiledKernels
 from pdserve_kernels.cpu.library import LentCores
 
 _TIMEOUT_S = 120.0
 _WAKE_UPS = 20
 _PAUSE_S = 0.002
+_NOTES = (
+    "medians; the other engine computes and sleeps in a process of its own; its wake-up ends with some 0.5 ms of work",
+)
 
 
 class Neighbour:
     """The process of ``neighbour_program``. The caller has to end it."""
 
     def __init__(self, ledger: Path, cache_dir: Path, cores: Sequence[int]) -> None:
-        argv = [sys.executable, "-m", "pdserve.bench.engine.neighbour_program"]
-        argv += [str(ledger), str(cache_dir), ",".join(map(str, cores))]
+        words = (str(ledger), str(cache_dir), ",".join(map(str, cores)))
+        argv = study_program("benchmarks.lent_cores.neighbour_program", *words)
         self.popen = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
     def wait(self) -> str:
@@ -65,6 +74,16 @@ class Neighbour:
         self.popen.communicate()
 
 
+def run(config: BenchLentCoresConfig, folder: Path, cache_dir: Path) -> Report:
+    """Measures the model of ``folder`` with kernels of ``cache_dir``. Raises ModelError, ConfigError and BenchError."""
+    lent = config.lent
+    steps = Steps((1,), (lent.context,), lent.chunks)
+    name = config.model.served_model_name or served_model_name(config.model.path, folder)
+    subject = open_subject(name, folder, config.model, lent.block_size, steps, lambda: CompiledKernels(cache_dir))
+    rows = lent_core_rows(subject, steps, cache_dir, lent.seconds)
+    return Report("lent-cores", this_machine(chip_name()), to_environ(config), _NOTES, tuple(rows))
+
+
 def lent_core_rows(subject: Subject, steps: Steps, cache_dir: Path, budget_s: float) -> list[Row]:
     """Returns a row for one decode step and one for each prefill step: on half of the cores, with the other half
     borrowed, and on all as own ones; and a row for the owner's wake-up.
@@ -73,9 +92,9 @@ def lent_core_rows(subject: Subject, steps: Steps, cache_dir: Path, budget_s: fl
     """
     usable = sorted(os.sched_getaffinity(0))
     if not isinstance(subject.kernels, CompiledKernels):
-        raise BenchError("--lent-cores needs the compiled CPU kernels: others cannot borrow cores")
+        raise BenchError("this study needs the compiled CPU kernels: others cannot borrow cores")
     if len(usable) < 2:
-        raise BenchError("--lent-cores needs two cores at least, and this process may use one")
+        raise BenchError("this study needs two cores at least, and this process may use one")
     own, others = partition_cores(usable, 2)
     threads = torch.get_num_threads()
     rows = [("decode", subject.decode_rows(1, steps.contexts[0]))]

@@ -1,4 +1,4 @@
-"""Times what a step takes of the step loop's thread, with everything but the model.
+"""``benchmarks host`` times what a step takes of the step loop's thread, with everything but the model.
 
 The loop, the scheduler, the blocks, the sampler and the channel to the API process are real. The runner fills the
 inputs of a recorded decode step, as on a GPU, and computes nothing: all logits are equal. Time is that of the thread on
@@ -21,7 +21,8 @@ import torch
 import zmq
 from llguidance import LLTokenizer
 
-from pdserve.bench.report import Better, Figure, Row, Unit
+from benchmarks.settings import BenchHostConfig
+from pdserve.bench.report import Better, Figure, Report, Row, Unit, chip_name, this_machine
 from pdserve.config import SchedulerConfig, Speculate, TargetsConfig, TransferConfig
 from pdserve.engine.api_channel import ApiChannel, WakeUp
 from pdserve.engine.kv_cache.block_manager import BlockManager
@@ -39,6 +40,7 @@ from pdserve.models.backend import CPU
 from pdserve.models.rank_cache import KvGroup, StateGroup
 from pdserve.models.runner import DecodeGraphs, DecodeInputs, Score, StepRow
 from pdserve.process import collect_rarely
+from pdserve.settings import to_environ
 from pdserve.wire.cache_groups import GroupBlocks, GroupSpec, Keep, context_blocks, laid_out
 from pdserve.wire.discovery import Role
 from pdserve.wire.engine import Submit
@@ -47,9 +49,6 @@ from pdserve.wire.rank import Numbered
 from pdserve.wire.sampling_params import SamplingParams
 from pdserve.wire.terms import Terms
 from pdserve_kernels.kv_layout import KvLayout
-
-REQUESTS = (1, 64, 256)
-CONTEXTS = (1024, 8192, 32768)
 
 _WANTED_STEP_US, _WANTED_REQUEST_US, _WANTED_1K_US = 250.0, 8.0, 1.0
 _WANTED_MESSAGE_BYTES, _WANTED_REQUEST_BYTES = 2048, 16
@@ -83,6 +82,13 @@ class HostPath(enum.Enum):
     """The same, and that half keeps states instead."""
 
 
+_NOTES = (
+    "medians of means over 16 steps, of the CPU time of the step loop's thread; scheduler, blocks, sampler and message "
+    "to the API process are real, the runner fills the inputs of a recorded step and computes nothing",
+    "in turn: as on a CPU; ahead: a step is launched before the last one's tokens are known, as on a GPU; ranks: in "
+    "turn, with a message to other ranks; window: of a model that has layers with a window of 512 tokens, too",
+    "wanted: 0.25 ms + 8 µs a request + 1 µs for each 1,000 tokens of its context; 2 KiB + 16 bytes a request",
+)
 _TOLD = (HostPath.RANKS, HostPath.RANKS_WINDOW, HostPath.RANKS_STATES)
 """Paths on which other ranks are told."""
 
@@ -169,26 +175,30 @@ class _Clock:
         self._steps += 1
 
 
-def host_rows(block_size: int, requests: Sequence[int], contexts: Sequence[int]) -> Iterator[Row]:
-    """Yields a row for each number of requests, length of their contexts and ``HostPath``."""
+def run(config: BenchHostConfig) -> Report:
+    """Measures each number of requests, length of their contexts and ``HostPath``."""
+    return Report("host", this_machine(chip_name()), to_environ(config), _NOTES, tuple(_rows(config)))
+
+
+def _rows(config: BenchHostConfig) -> Iterator[Row]:
     threads, garbage = torch.get_num_threads(), gc.get_threshold()
     torch.set_num_threads(1)
     # As in an engine.
     collect_rarely()
     try:
-        for each in requests:
-            for context in contexts:
+        for each in config.host.requests:
+            for context in config.host.contexts:
                 for path in HostPath:
-                    yield host_row(each, context, path, block_size)
+                    yield _row(each, context, path, config.host.block_size)
     finally:
         torch.set_num_threads(threads)
         gc.set_threshold(*garbage)
         gc.unfreeze()
 
 
-def host_row(requests: int, context: int, path: HostPath, block_size: int) -> Row:
+def _row(requests: int, context: int, path: HostPath, block_size: int) -> Row:
     """Returns the row of decode steps with so many requests, whose contexts have about ``context`` tokens each."""
-    print(f"bench engine: the host's part of {requests} × {context} tokens, {path.value}", file=sys.stderr, flush=True)
+    print(f"host: {requests} × {context} tokens, {path.value}", file=sys.stderr, flush=True)
     clock = _measured(requests, context, path, block_size)
     step_us = statistics.median(clock.step_s) * 1e6
     wanted_us = _WANTED_STEP_US + requests * (_WANTED_REQUEST_US + _WANTED_1K_US * context / 1000)

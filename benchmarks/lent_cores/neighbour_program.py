@@ -1,4 +1,4 @@
-"""The engine whose cores are borrowed: ``python -m pdserve.bench.engine.neighbour_program LEDGER CACHE CORES``.
+"""The engine whose cores are borrowed: ``neighbour_program LEDGER CACHE CORES``.
 
 Each line of standard input is answered with a line: ``sleep``; ``step``, which begins one; or ``work``, which wakes up,
 computes a little, and answers with the time that this has taken, in seconds. It has only its own cores for that: a core
