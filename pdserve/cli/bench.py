@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -144,7 +143,7 @@ def _compare(argv: Sequence[str], environ: Mapping[str, str]) -> int:
         "status 1 if one is worse by more than the tolerance."
     )
     prog = "pdserve bench compare"
-    config = load(BenchCompareConfig, compare_flags(argv), environ, prog=prog, description=description)
+    config = load(BenchCompareConfig, argv, environ, prog=prog, description=description)
     if not (config.compare.old and config.compare.new):
         raise ConfigError("two reports are needed: pdserve bench compare OLD.json NEW.json")
     from pdserve.bench.report import changes, read_report
@@ -153,10 +152,3 @@ def _compare(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     found = changes(old, new, config.compare.tolerance)
     print("\n".join(str(change) for change in found))
     return 1 if any(change.worse for change in found) else 0
-
-
-def compare_flags(argv: Sequence[str]) -> list[str]:
-    """Returns ``argv`` with two leading file names replaced by the flags that they stand for."""
-    names = list(itertools.takewhile(lambda word: not word.startswith("-"), argv[:2]))
-    given = [part for pair in zip(("--old", "--new"), names, strict=False) for part in pair]
-    return [*given, *argv[len(names) :]]

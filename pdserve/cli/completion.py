@@ -10,45 +10,11 @@ from typing import Any
 import shtab
 
 from pdserve.cli.bench import BENCHMARKS, COMPARE
-from pdserve.config import (
-    ChatConfig,
-    DoctorConfig,
-    DrainConfig,
-    LiveConfig,
-    ModelsConfig,
-    NodeConfig,
-    PlanConfig,
-    ProxyConfig,
-    PullConfig,
-    RequestTraceConfig,
-    RoleConfig,
-    TopConfig,
-    UpConfig,
-)
-from pdserve.config.bench import BenchCompareConfig, PlanMemoryConfig, PlanProfileConfig
+from pdserve.cli.plan import MEMORY, PROFILE
 from pdserve.errors import ConfigError
+from pdserve.settings.load import CONFIGS
 from pdserve.settings.setting import Setting, settings_of
 from pdserve.wire.discovery import Role
-
-CONFIGS: Mapping[str, type[Any]] = {
-    "up": UpConfig,
-    "serve": UpConfig,
-    "pull": PullConfig,
-    "models": ModelsConfig,
-    "chat": ChatConfig,
-    "proxy": ProxyConfig,
-    "prefill": NodeConfig,
-    "decode": NodeConfig,
-    "mixed": NodeConfig,
-    "doctor": DoctorConfig,
-    "role": RoleConfig,
-    "drain": DrainConfig,
-    "top": TopConfig,
-    "live": LiveConfig,
-    "trace": RequestTraceConfig,
-    "plan": PlanConfig,
-}
-"""The settings of each subcommand that has some, except the benchmarks'."""
 
 SHELLS = ("bash", "zsh", "fish", "tcsh")
 USAGE = (
@@ -108,15 +74,15 @@ def whole_parser() -> argparse.ArgumentParser:
             subcommand.add_argument("to_role", metavar="ROLE", choices=[role.value for role in Role])
         if name == "plan":
             plans = subcommand.add_subparsers()
-            _add_settings(plans.add_parser("profile"), PlanProfileConfig)
-            _add_settings(plans.add_parser("memory"), PlanMemoryConfig)
+            for what in (PROFILE, MEMORY):
+                _add_settings(plans.add_parser(what), CONFIGS[f"plan {what}"])
         if name == "bench":
             benchmarks = subcommand.add_subparsers()
             for what, benchmark in BENCHMARKS.items():
                 one = benchmarks.add_parser(what, help=_escaped(benchmark.summary))
                 _add_settings(one, benchmark.config)
             compare = benchmarks.add_parser(COMPARE, help="two reports of one benchmark")
-            _add_settings(compare, BenchCompareConfig)
+            _add_settings(compare, CONFIGS[f"bench {COMPARE}"])
             for report in ("old_report", "new_report"):
                 compare.add_argument(report).complete = shtab.FILE  # type: ignore[attr-defined]
     return parser

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import http.client
-import itertools
 import re
 import time
 import urllib.error
@@ -29,7 +28,6 @@ _ROLE_DESCRIPTION = (
     "pdserve role NODE ROLE changes what the proxies route to a running node, at once and without a restart: what runs "
     "there goes on. NODE is a name or URL of the proxy's /instances. Exit status 1 if the role was not changed."
 )
-_ROLE_WORDS = ("--node", "--role")
 _DRAIN_DESCRIPTION = (
     "pdserve drain NODE does what SIGTERM does on the node's host: the node takes no new work, and ends when it has "
     "none left. NODE is a name or URL of the proxy's /instances. Exit status 1 if the node has not ended in time."
@@ -61,14 +59,6 @@ def error_message(body: bytes) -> str | None:
 
 class CommandFailed(PdserveError):
     """The node was not found, or has not carried out the command."""
-
-
-def leading_flags(argv: Sequence[str], flags: Sequence[str]) -> list[str]:
-    """Returns ``argv`` with its leading words replaced by the flags that they stand for, in this order."""
-    words = list(itertools.takewhile(lambda word: not word.startswith("-"), argv))
-    if len(words) > len(flags):
-        raise ConfigError(f"unexpected {words[len(flags)]!r}; only {' and '.join(flags)} may stand without their flags")
-    return [part for pair in zip(flags, words, strict=False) for part in pair] + list(argv[len(words) :])
 
 
 class Commander:
@@ -149,7 +139,7 @@ class Commander:
 
 def change_role(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     """Returns the exit status. Raises ConfigError, and CommandFailed if the node does not change its role."""
-    config = load(RoleConfig, role_flags(argv), environ, prog="pdserve role", description=_ROLE_DESCRIPTION)
+    config = load(RoleConfig, argv, environ, prog="pdserve role", description=_ROLE_DESCRIPTION)
     role = _role(config.new_role.role)
     commander = Commander(config.command, config.trust, config.security, environ)
     node = commander.find()
@@ -161,11 +151,6 @@ def change_role(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     for proxy in result.uninformed:
         print(f"proxy {proxy} has not acknowledged it yet; the node tells it again with every heartbeat")
     return 0
-
-
-def role_flags(argv: Sequence[str]) -> list[str]:
-    """Returns ``argv`` with a leading node and role replaced by the flags that they stand for."""
-    return leading_flags(argv, _ROLE_WORDS)
 
 
 def _role(name: str) -> Role:
@@ -180,7 +165,7 @@ def _role(name: str) -> Role:
 
 def drain(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     """Returns the exit status. Raises ConfigError, and CommandFailed if the node does not drain, or not in time."""
-    config = load(DrainConfig, drain_flags(argv), environ, prog="pdserve drain", description=_DRAIN_DESCRIPTION)
+    config = load(DrainConfig, argv, environ, prog="pdserve drain", description=_DRAIN_DESCRIPTION)
     commander = Commander(config.command, config.trust, config.security, environ)
     node = commander.find()
     began = time.monotonic()
@@ -195,8 +180,3 @@ def drain(argv: Sequence[str], environ: Mapping[str, str]) -> int:
             raise CommandFailed(f"{node.name} still drains after {wait_s:g} s")
         time.sleep(_DRAIN_ASK_S)
     return 0
-
-
-def drain_flags(argv: Sequence[str]) -> list[str]:
-    """Returns ``argv`` with a leading node replaced by the flag that it stands for."""
-    return leading_flags(argv, ("--node",))

@@ -35,21 +35,6 @@ _DESCRIPTIONS = {
 }
 
 
-def run_prefill(argv: Sequence[str], environ: Mapping[str, str]) -> int:
-    """Runs a prefill node, as ``run_node`` says."""
-    return run_node(Role.PREFILL, argv, environ)
-
-
-def run_decode(argv: Sequence[str], environ: Mapping[str, str]) -> int:
-    """Runs a decode node, as ``run_node`` says."""
-    return run_node(Role.DECODE, argv, environ)
-
-
-def run_mixed(argv: Sequence[str], environ: Mapping[str, str]) -> int:
-    """Runs a mixed node, as ``run_node`` says."""
-    return run_node(Role.MIXED, argv, environ)
-
-
 def run_node(role: Role, argv: Sequence[str], environ: Mapping[str, str]) -> int:
     """Serves until SIGTERM or SIGINT; returns the exit status. Raises ConfigError and ModelError."""
     config = load(NodeConfig, argv, environ, prog=f"pdserve {role.value}", description=_DESCRIPTIONS[role])
@@ -86,6 +71,11 @@ def run_node(role: Role, argv: Sequence[str], environ: Mapping[str, str]) -> int
         from pdserve.api.node.server import serve
 
     return serve(role, config, secret, found.path, cache_dir, read_secret=read_secret)
+
+
+run_prefill = partial(run_node, Role.PREFILL)
+run_decode = partial(run_node, Role.DECODE)
+run_mixed = partial(run_node, Role.MIXED)
 
 
 def _check(role: Role, config: NodeConfig) -> None:

@@ -54,43 +54,40 @@ _DEVICES = re.compile(r"\^?[^\s,^/]+(,[^\s,^/]+)*")
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[A-Za-z0-9._\[\]:-]+")
 _PORTS = re.compile(r"(?P<first>[0-9]{1,5})-(?P<last>[0-9]{1,5})")
 
-ROOTS: tuple[type, ...] = (
-    NodeConfig,
-    ProxyConfig,
-    UpConfig,
-    PullConfig,
-    ModelsConfig,
-    DoctorConfig,
-    RoleConfig,
-    DrainConfig,
-    TopConfig,
-    LiveConfig,
-    RequestTraceConfig,
-    ChatConfig,
-    BenchEngineConfig,
-    BenchLoadConfig,
-    BenchTransferConfig,
-    BenchCompareConfig,
-    PlanConfig,
-    PlanProfileConfig,
-    PlanMemoryConfig,
-)
+CONFIGS: Mapping[str, type] = {
+    **dict.fromkeys(("up", "serve"), UpConfig),
+    "pull": PullConfig,
+    "models": ModelsConfig,
+    "chat": ChatConfig,
+    "proxy": ProxyConfig,
+    **dict.fromkeys(("prefill", "decode", "mixed"), NodeConfig),
+    "role": RoleConfig,
+    "drain": DrainConfig,
+    "top": TopConfig,
+    "live": LiveConfig,
+    "trace": RequestTraceConfig,
+    "doctor": DoctorConfig,
+    "plan": PlanConfig,
+    "plan profile": PlanProfileConfig,
+    "plan memory": PlanMemoryConfig,
+    "bench engine": BenchEngineConfig,
+    "bench load": BenchLoadConfig,
+    "bench transfer": BenchTransferConfig,
+    "bench compare": BenchCompareConfig,
+}
+"""The settings of each subcommand that has some."""
+ROOTS = tuple(dict.fromkeys(CONFIGS.values()))
 """The root dataclasses of all subcommands: a setting that one of them has is not a misspelling for the others."""
 
-POSITIONAL: Mapping[type, str] = dict.fromkeys(
-    (
-        NodeConfig,
-        UpConfig,
-        PullConfig,
-        ModelsConfig,
-        BenchEngineConfig,
-        BenchTransferConfig,
-        PlanProfileConfig,
-        PlanMemoryConfig,
-    ),
-    "model",
-)
-"""The setting that may stand without its flag, for the subcommands that have one."""
+POSITIONAL: Mapping[type, Sequence[str]] = {
+    **dict.fromkeys((NodeConfig, UpConfig, PullConfig, ModelsConfig), ("model",)),
+    **dict.fromkeys((BenchEngineConfig, BenchTransferConfig, PlanProfileConfig, PlanMemoryConfig), ("model",)),
+    RoleConfig: ("node", "role"),
+    DrainConfig: ("node",),
+    RequestTraceConfig: ("request",),
+    BenchCompareConfig: ("old", "new"),
+}
+"""The settings that may stand without their flags, in this order, for the subcommands that have some."""
 
 T = TypeVar("T")
 
@@ -265,7 +262,7 @@ def load_with_file(
     settings = settings_of(root)
     every = [setting for known in {root: None, **dict.fromkeys(roots)} for setting in settings_of(known)]
     by_flag: dict[str, Setting] = {setting.flag: setting for setting in every}
-    flags, flags_file = from_flags(CommandLine(prog, description, settings, POSITIONAL.get(root, "")), argv, by_flag)
+    flags, flags_file = from_flags(CommandLine(prog, description, settings, POSITIONAL.get(root, ())), argv, by_flag)
     variables, environ_file = from_environ(settings, environ, by_flag)
     file = flags_file or environ_file
     stored = from_file(settings, Path(file), every) if file else {}

@@ -106,15 +106,15 @@ class _Parser(argparse.ArgumentParser):
 class CommandLine:
     """Parses and explains the flags of one subcommand."""
 
-    def __init__(self, prog: str, description: str, settings: Sequence[Setting], positional: str = "") -> None:
-        """``positional`` is the flag that may be left out before its value; empty if there is none."""
+    def __init__(self, prog: str, description: str, settings: Sequence[Setting], positional: Sequence[str]) -> None:
+        """``positional`` are the flags that may be left out before their values, in this order."""
         self.prog = prog
         self.settings = settings
         self.positional = positional
         self._description = description
 
     def _usage(self) -> str:
-        first = POSITIONALS.get(self.prog) or (f"[{self.positional.upper()}]" if self.positional else "")
+        first = POSITIONALS.get(self.prog) or " ".join(f"[{flag.upper()}]" for flag in self.positional)
         return " ".join(part for part in ("%(prog)s", first, "[--flag value ...]") if part)
 
     def parse(self, argv: Sequence[str]) -> tuple[dict[str, list[str]], list[str]]:
@@ -241,16 +241,16 @@ def from_flags(
     own = {setting.flag for setting in command_line.settings}
     words = _with_bare_values(_current_words(own_words(argv, own), elsewhere), command_line)
     texts, extra = command_line.parse(words)
-    if len(extra) == 1 and command_line.positional and not extra[0].startswith("-"):
-        flag = command_line.positional
-        if flag in texts:
-            raise ConfigError(f"the {flag} is given twice: {extra[0]!r}, and --{flag} {texts[flag][-1]!r}")
-        texts[flag], extra = extra, []
-    if extra:
+    if len(extra) <= len(command_line.positional) and not any(word.startswith("-") for word in extra):
+        for flag, word in zip(command_line.positional, extra, strict=False):
+            if flag in texts:
+                raise ConfigError(f"the {flag} is given twice: {word!r}, and --{flag} {texts[flag][-1]!r}")
+            texts[flag] = [word]
+    elif extra:
         # The error shows only the flag's own name, because the text after it may be a misspelt flag's secret.
         name = next((part for part in extra if part.startswith("-")), extra[0]).partition("=")[0]
         if not name.startswith("-"):
-            name = extra[1] if command_line.positional else name
+            name = extra[len(command_line.positional)]
             raise ConfigError(f"unexpected argument {name!r}; settings are given as --flag value")
         if name.lstrip("-") in elsewhere:
             where = ELSEWHERE.get(name.lstrip("-"), "")

@@ -8,9 +8,10 @@ import msgspec
 import pytest
 
 from pdserve.bench.report import Report, read_report
-from pdserve.cli.bench import BENCHMARKS, COMPARE, compare_flags
+from pdserve.cli.bench import BENCHMARKS, COMPARE
 from pdserve.cli.main import main
-from pdserve.config.bench import BenchEngineConfig
+from pdserve.config.bench import BenchCompareConfig, BenchEngineConfig
+from pdserve.errors import ConfigError
 from pdserve.settings import load
 from tests.tiny_models import save_tiny_model
 from tests.tiny_vocabulary import save_tiny_tokenizer
@@ -65,7 +66,14 @@ def test_a_flag_without_a_value_may_be_followed_by_others() -> None:
     assert load(BenchEngineConfig, [], {}, prog="pdserve bench engine").report.json == ""
 
 
-def test_leading_names_are_the_two_reports() -> None:
-    assert compare_flags(["a", "b", "--tolerance", "0.2"]) == ["--old", "a", "--new", "b", "--tolerance", "0.2"]
-    assert compare_flags(["--tolerance", "0.2"]) == ["--tolerance", "0.2"]
-    assert compare_flags(["a", "--new", "b"]) == ["--old", "a", "--new", "b"]
+def test_words_without_flags_are_the_two_reports() -> None:
+    def reports(*argv: str) -> tuple[str, str]:
+        compare = load(BenchCompareConfig, argv, {}, prog="pdserve bench compare").compare
+        return compare.old, compare.new
+
+    assert reports("a", "b", "--tolerance", "0.2") == ("a", "b")
+    assert reports("--tolerance", "0.2", "a", "b") == ("a", "b")
+    assert reports("a", "--new", "b") == ("a", "b")
+    assert reports("--tolerance", "0.2") == ("", "")
+    with pytest.raises(ConfigError, match="the old is given twice: 'b', and --old 'a'"):
+        reports("--old", "a", "b")

@@ -7,21 +7,10 @@ import re
 import pytest
 
 from pdserve.cli.bench import BENCHMARKS, COMPARE
-from pdserve.cli.completion import CONFIGS
 from pdserve.cli.main import SUBCOMMANDS, main
 from pdserve.cli.plan import MEMORY, PROFILE
-from pdserve.config.bench import BenchCompareConfig, PlanMemoryConfig, PlanProfileConfig
-from pdserve.settings import ROOTS
+from pdserve.settings.load import CONFIGS
 from pdserve.settings.setting import settings_of
-
-ROOT_OF: dict[str, type] = {
-    **CONFIGS,
-    f"plan {PROFILE}": PlanProfileConfig,
-    f"plan {MEMORY}": PlanMemoryConfig,
-    f"bench {COMPARE}": BenchCompareConfig,
-    **{f"bench {name}": benchmark.config for name, benchmark in BENCHMARKS.items()},
-}
-"""The settings of each subcommand."""
 
 
 def help_of(subcommand: str, capsys: pytest.CaptureFixture[str], flag: str = "--help-all", **environ: str) -> str:
@@ -39,12 +28,12 @@ def words(text: str) -> str:
     return " ".join(text.split())
 
 
-@pytest.mark.parametrize("subcommand", ROOT_OF)
+@pytest.mark.parametrize("subcommand", CONFIGS)
 def test_every_setting_is_there_with_its_flag_variable_and_meaning(
     subcommand: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = words(help_of(subcommand, capsys))
-    settings = settings_of(ROOT_OF[subcommand])
+    settings = settings_of(CONFIGS[subcommand])
     assert settings
     for setting in settings:
         assert f"--{setting.flag} " in text
@@ -67,7 +56,7 @@ def test_short_help_shows_what_is_set_first_and_tells_of_the_rest(
     short, whole = help_of(subcommand, capsys, "--help"), help_of(subcommand, capsys)
     assert len(short.splitlines()) < len(whole.splitlines()) * 0.7
     shown = set(re.findall(r"^  --([a-z-]+)", short, re.MULTILINE))
-    hidden = sum(setting.flag not in shown for setting in settings_of(ROOT_OF[subcommand]))
+    hidden = sum(setting.flag not in shown for setting in settings_of(CONFIGS[subcommand]))
     assert hidden > 10
     assert f"{hidden} more settings: pdserve {subcommand} --help-all" in words(short)
     for text in (short, whole):
@@ -75,10 +64,10 @@ def test_short_help_shows_what_is_set_first_and_tells_of_the_rest(
         assert max(map(len, text.splitlines())) <= 110
 
 
-@pytest.mark.parametrize("subcommand", ROOT_OF)
+@pytest.mark.parametrize("subcommand", CONFIGS)
 def test_short_help_has_settings_of_every_subcommand(subcommand: str, capsys: pytest.CaptureFixture[str]) -> None:
     short = help_of(subcommand, capsys, "--help")
-    assert any(f"--{setting.flag} " in short for setting in settings_of(ROOT_OF[subcommand]))
+    assert any(f"--{setting.flag} " in short for setting in settings_of(CONFIGS[subcommand]))
 
 
 def test_help_fits_a_narrow_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,5 +82,6 @@ def test_no_secret_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_every_subcommand_is_known_to_the_loader() -> None:
     benchmarks = {f"bench {name}" for name in (*BENCHMARKS, COMPARE)}
-    assert set(ROOT_OF) == set(SUBCOMMANDS) - {"bench", "completion"} | benchmarks | {"plan profile", "plan memory"}
-    assert set(ROOT_OF.values()) == set(ROOTS)
+    plans = {f"plan {name}" for name in (PROFILE, MEMORY)}
+    assert set(CONFIGS) == set(SUBCOMMANDS) - {"bench", "completion"} | benchmarks | plans
+    assert all(CONFIGS[f"bench {name}"] is benchmark.config for name, benchmark in BENCHMARKS.items())

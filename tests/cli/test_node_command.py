@@ -170,7 +170,7 @@ def test_a_proxy_that_does_not_answer_does_not_end_the_wait(capsys: pytest.Captu
     [
         (("role", "d0", "king"), "'king' is no role; there are prefill, decode, mixed"),
         (("role", "d0"), "which role? A node is one of prefill, decode, mixed"),
-        (("role", "d0", "prefill", "x"), "unexpected 'x'"),
+        (("role", "d0", "prefill", "x"), "unexpected argument 'x'"),
         (("drain",), "which node?"),
     ],
 )

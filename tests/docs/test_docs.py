@@ -7,7 +7,6 @@ import dataclasses
 import re
 import shlex
 import subprocess
-from collections.abc import Callable, Sequence
 from itertools import product
 from pathlib import Path
 from xml.sax.saxutils import escape
@@ -30,15 +29,13 @@ from pdserve.api.node.node_metrics import NodeMetrics
 from pdserve.api.replay.replayable_answers import ReplayableAnswers, ReplayLimits, ReplayMetrics
 from pdserve.api.requests.openai_request import ChatRequest, CompletionRequest
 from pdserve.bench.report import Better, Report, Unit, changes, read_report
-from pdserve.cli.bench import compare_flags
 from pdserve.cli.chat.command import chat_flags
 from pdserve.cli.main import ALIASES, SUBCOMMANDS
-from pdserve.cli.node_commands import drain_flags, role_flags
-from pdserve.cli.watch.trace import trace_flags
 from pdserve.config import Dtype, NodeConfig, RoutingPolicy
 from pdserve.metrics import BuildInfo, own_process
 from pdserve.models.rank_cache import rank_sizes
 from pdserve.settings import ROOTS, load
+from pdserve.settings.load import CONFIGS
 from pdserve.settings.other_servers import MEANINGS
 from pdserve.settings.setting import settings_of
 from pdserve.tracing.tracing import SpanCounts
@@ -47,7 +44,6 @@ from pdserve.wire.engine import EngineStats
 from pdserve_proxy.metrics import ProxyMetrics, render_families
 from pdserve_proxy.registry.registry import Registry
 from tests.benchmarks.goodput.outcomes import SHAPE, goodput_report
-from tests.cli.test_help import ROOT_OF
 from tests.docs import models_page
 from tests.docs.configuration_table import PAGE, render
 from tests.gpu import verdict
@@ -83,14 +79,6 @@ def commands() -> list[tuple[str, list[str]]]:
     return found
 
 
-WITH_FLAGS: dict[str, Callable[[Sequence[str]], list[str]]] = {
-    "bench compare": compare_flags,
-    "role": role_flags,
-    "drain": drain_flags,
-    "trace": trace_flags,
-    "chat": chat_flags,
-}
-"""How a subcommand reads the words before its flags."""
 PDSERVE_COMMANDS = [(page, words) for page, words in commands() if words[0] == "pdserve" and words[1] != "SUBCOMMAND"]
 WITH_MODEL = {"up", "serve", "chat", "pull", "models"}
 """Subcommands whose first word may be a model, before the flags."""
@@ -125,7 +113,7 @@ def test_every_command_is_one_that_pdserve_takes(page: str, words: list[str]) ->
     name, flags = (" ".join(words[1:3]), words[3:]) if two_words else (subcommand, words[2:])
     if name in WITH_MODEL and flags and not flags[0].startswith("-"):
         flags = flags[1:]
-    load(ROOT_OF[name], WITH_FLAGS.get(name, list)(flags), {}, prog=f"pdserve {name}")
+    load(CONFIGS[name], chat_flags(flags) if name == "chat" else flags, {}, prog=f"pdserve {name}")
 
 
 def test_every_study_is_one_that_the_checkout_has() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import itertools
 import os
 import re
 import select
@@ -30,7 +31,6 @@ from pdserve.cli.chat.server import (
     read_timeline,
     stream_answer,
 )
-from pdserve.cli.node_commands import leading_flags
 from pdserve.config import AdmissionConfig, ChatConfig, Switch, TalkConfig, UpConfig
 from pdserve.errors import ClusterFailed, ConfigError
 from pdserve.http.tls import Trust, read_authorities
@@ -172,8 +172,11 @@ _MAX_MESSAGE_BYTES = 16 * 2**20
 
 def chat_flags(argv: Sequence[str]) -> list[str]:
     """Returns ``argv`` with a leading model or URL, and a question, replaced by the flags that they stand for."""
-    first = argv[0] if argv else ""
-    return leading_flags(argv, ("--url" if _ADDRESS.fullmatch(first) else "--model", "--ask"))
+    words = list(itertools.takewhile(lambda word: not word.startswith("-"), argv))
+    flags = ("--url" if words and _ADDRESS.fullmatch(words[0]) else "--model", "--ask")
+    if len(words) > len(flags):
+        raise ConfigError(f"unexpected {words[len(flags)]!r}; only {' and '.join(flags)} may stand without their flags")
+    return [part for pair in zip(flags, words, strict=False) for part in pair] + list(argv[len(words) :])
 
 
 def run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
@@ -229,7 +232,6 @@ def _interrupted_by_ctrl_c() -> Iterator[None]:
 
 def _talk_to_own(config: ChatConfig, environ: Mapping[str, str], question: str, file: str) -> int:
     # These are needed without a URL alone, and load what a cluster needs.
-    from pdserve.cli.chat.command import OwnCluster, cluster_environ
     from pdserve.cli.chat.terminal import keys_not_shown
     from pdserve.cli.up.command import api_key, proxy_tls
     from pdserve.hub.finding import known_model

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from pdserve.cli.node_commands import KEY_ADVICE, CommandFailed, error_message, leading_flags
+from pdserve.cli.node_commands import KEY_ADVICE, CommandFailed, error_message
 from pdserve.config import AdmissionConfig, AskedRequestConfig, RequestTraceConfig, Switch
 from pdserve.doctor.cluster import direct_opener
 from pdserve.errors import ConfigError
@@ -218,14 +218,9 @@ _MAX_ANSWER_BYTES = 64 * 2**20
 _HEAD = ("request", "came at", "TTFT", "total", "outcome", "answer at", "prompt at")
 
 
-def trace_flags(argv: Sequence[str]) -> list[str]:
-    """Returns ``argv`` with a leading request id replaced by the flag that it stands for."""
-    return leading_flags(argv, ("--request",))
-
-
 def run(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     """Returns the exit status. Raises ConfigError, and CommandFailed if the proxy does not tell what is asked."""
-    config = load(RequestTraceConfig, trace_flags(argv), environ, prog="pdserve trace", description=_DESCRIPTION)
+    config = load(RequestTraceConfig, argv, environ, prog="pdserve trace", description=_DESCRIPTION)
     asked = config.asked
     if sum(map(bool, (asked.request, asked.slowest, asked.failed))) != 1:
         raise ConfigError("which request? Give the x-request-id of its answer, or --slowest N, or --failed")
