@@ -6,15 +6,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
 from pdserve.wire.cache_groups import GroupBlock
 
 NONE = -1
 """This stands in a table where there is no block."""
-
-_NO_IDS: npt.NDArray[np.int32] = np.empty(0, np.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,39 +43,18 @@ class StateTable:
 class _Ids(list[int]):
     """Ids of blocks by their numbers, of which most changes only append some."""
 
-    __slots__ = ("_ids", "_num_known", "rearranged")
+    __slots__ = ("rearranged",)
 
     def __init__(self, blocks: Sequence[int] = ()) -> None:
         super().__init__(blocks)
         self.rearranged = 0
         """The number of changes that neither appended ids nor gave the first ones back."""
-        self._ids: npt.NDArray[np.int32] = _NO_IDS
-        self._num_known = 0
-        """How many ids ``_ids`` has."""
-
-    def first_ids(self, count: int, begin: int = 0) -> npt.NDArray[np.int32]:
-        """Returns the first ``count`` ids without the ``begin`` first ones, in an array that is valid until the next
-        call.
-
-        Only what is new is appended: to make an array of a long table in each step took longer than all else there.
-        """
-        if self._num_known < count:
-            if len(self._ids) < len(self):
-                self._ids = (
-                    np.resize(self._ids, 2 * len(self)) if self._num_known else np.empty(2 * len(self), np.int32)
-                )
-            self._ids[self._num_known : len(self)] = self[self._num_known :]
-            self._num_known = len(self)
-            count = min(count, len(self))
-        return self._ids[begin:count]
 
     def __setitem__(self, place: Any, block: Any) -> None:
-        self._num_known = 0
         self.rearranged += 1
         super().__setitem__(place, block)
 
     def clear(self) -> None:
-        self._num_known = 0
         self.rearranged += 1
         super().clear()
 
@@ -106,8 +80,6 @@ class WindowTable(_Ids):
             return []
         blocks = self[first:end]
         list.__setitem__(self, slice(first, end), [NONE] * len(blocks))
-        if self._num_known > first:
-            self._ids[first : min(end, self._num_known)] = NONE
         self.given_back = end
         return [block for block in blocks if block != NONE]
 
