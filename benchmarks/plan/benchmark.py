@@ -21,6 +21,7 @@ from pathlib import Path
 import msgspec
 
 from benchmarks.plan.figures import WITHIN, Outcome, Run, by_the_profile_alone, row_of, verdict
+from benchmarks.plan.paces import mean_profile, pace_of, probe_of, slower
 from benchmarks.programs import for_servers
 from benchmarks.settings import BenchPlanConfig
 from benchmarks.workload import Arrival, run_arrivals
@@ -34,7 +35,7 @@ from pdserve.errors import BenchError
 from pdserve.machine.core_ledger import private_ledger
 from pdserve.plan.cluster import ClusterShape, live
 from pdserve.plan.load import PlannedRequest, poisson_load, read_lengths
-from pdserve.plan.profile import PaceProbe, Profile, mean_profile, read_profile, write_profile
+from pdserve.plan.profile import PaceProbe, Profile, read_profile, write_profile
 from pdserve.settings import to_environ
 
 _MIXED = "mixed"
@@ -97,7 +98,7 @@ async def _first_profile(config: BenchPlanConfig, folder: Path, environ: Mapping
     if config.plan.keep_profile:
         write_profile(profile, Path(config.plan.keep_profile))
     for shape in SYSTEMS.values():
-        profile.probe(shape.nodes_per_machine)
+        probe_of(profile, shape.nodes_per_machine)
         live(profile, shape, requests_of(config, 1.0, 0, count=2))
     return profile
 
@@ -137,7 +138,7 @@ async def _round(
     most = _most_per_s(config, profile)
     for percent in config.plan.rate_percents:
         for name, target in targets.items():
-            rate, probe = percent / 100 * most, profile.probe(SYSTEMS[name].nodes_per_machine)
+            rate, probe = percent / 100 * most, probe_of(profile, SYSTEMS[name].nodes_per_machine)
             load = requests_of(config, rate, percent, number)
             before = await _pace(config, probe, batteries[name])
             streams = await _measured(config, target, load)
@@ -160,14 +161,14 @@ def run_of(
 ) -> Run:
     """Returns what was predicted of a load on a machine of that pace, beside what came."""
     speed = profile.speed(shape.nodes_per_machine)
-    return Run(rate, speed, pace, live(profile.times(pace), shape, load), live(profile, shape, load), streams)
+    return Run(rate, speed, pace, live(slower(profile, pace), shape, load), live(profile, shape, load), streams)
 
 
 async def _pace(config: BenchPlanConfig, probe: PaceProbe, battery: Battery) -> float:
     """Returns how many times as long as in the profile a system takes now. Raises BenchError."""
     try:
         async with asyncio.timeout(config.plan.run_timeout_s):
-            return (await battery.probe()).pace(probe)
+            return pace_of(await battery.probe(), probe)
     except TimeoutError as exc:
         raise BenchError(f"the system's pace was not known in {config.plan.run_timeout_s:g} s") from exc
 

@@ -12,7 +12,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
 
 import msgspec
 import numpy as np
@@ -34,10 +33,6 @@ class PaceProbe(Times, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The time to the first token of a prompt that was alone."""
     step_s: float
     """A step of several streams."""
-
-    def pace(self, before: PaceProbe) -> float:
-        """Returns how many times as long as ``before`` it takes now: the geometric mean of both ratios."""
-        return math.sqrt(self.prompt_s / before.prompt_s * self.step_s / before.step_s)
 
 
 class NodeSpeed(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -69,15 +64,6 @@ class NodeSpeed(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     def least_spread(self) -> float:
         """The least multiple of its estimate that a step takes."""
         return min(self.spread + self.spread_beside)
-
-    def times(self, factor: float) -> NodeSpeed:
-        """Returns the speed of a node that takes ``factor`` times as long."""
-        return msgspec.structs.replace(
-            self,
-            steps=self.steps.times(factor),
-            beside=self.beside.times(factor),
-            probe=self.probe and self.probe.times(factor),
-        )
 
 
 class TransferCost(Times, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -163,15 +149,6 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         parts, rows = self.speeds[0].steps, self.cache.max_num_seqs
         return max(60.0, 4 * output_tokens * parts.step_s(rows, rows * output_tokens, 0))
 
-    def times(self, factor: float) -> Profile:
-        """Returns the profile of a machine on which all takes ``factor`` times as long."""
-        return msgspec.structs.replace(
-            self,
-            speeds=tuple(speed.times(factor) for speed in self.speeds),
-            transfer=self.transfer and self.transfer.times(factor),
-            front=self.front.times(factor),
-        )
-
     def speed(self, nodes: int) -> NodeSpeed:
         """Returns the speed of each of ``nodes`` nodes that share a machine like this one. Raises PlanError."""
         for speed in self.speeds:
@@ -180,62 +157,6 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         known = ", ".join(str(speed.nodes) for speed in self.speeds)
         advice = f"`pdserve plan profile --nodes {nodes}` measures it" if nodes <= MOST_NODES else "two are the most"
         raise PlanError(f"the profile says nothing of {nodes} nodes on one machine, only of {known}; {advice}")
-
-    def probe(self, nodes: int) -> PaceProbe:
-        """Returns the probe of such a node. Raises PlanError if the profile has none."""
-        if (probe := self.speed(nodes).probe) is None:
-            raise PlanError(
-                "the profile has no probe, which tells the machine's pace; `pdserve plan profile` measures one"
-            )
-        return probe
-
-
-def mean_profile(profiles: Sequence[Profile]) -> Profile:
-    """Returns the mean of several profiles of one model on one machine: chance counts less in it than in each.
-
-    A machine that others use is faster in one profile than in the next, so each counts at the mean of their paces.
-    Raises PlanError if one has no probe, or does not know as many nodes as the last one.
-    """
-    newest = profiles[-1]
-    factors = {speed.nodes: _to_mean_pace(profiles, speed.nodes) for speed in newest.speeds}
-    # The way of a request was measured with the first speed, transfers with the last one.
-    first, last = factors[newest.speeds[0].nodes], factors[newest.speeds[-1].nodes]
-    transfers = [
-        profile.transfer.times(factor) for profile, factor in zip(profiles, last, strict=True) if profile.transfer
-    ]
-    return msgspec.structs.replace(
-        newest,
-        speeds=tuple(
-            _mean_speed([profile.speed(nodes).times(factor) for profile, factor in zip(profiles, found, strict=True)])
-            for nodes, found in factors.items()
-        ),
-        transfer=TransferCost.mean(transfers) if newest.transfer else None,
-        front=FrontCost.mean([profile.front.times(factor) for profile, factor in zip(profiles, first, strict=True)]),
-    )
-
-
-def _to_mean_pace(profiles: Sequence[Profile], nodes: int) -> list[float]:
-    """Returns what brings the times of each profile to the mean of their paces."""
-    probes = [profile.probe(nodes) for profile in profiles]
-    mean = PaceProbe.mean(probes)
-    return [mean.pace(probe) for probe in probes]
-
-
-def _mean_speed(speeds: Sequence[NodeSpeed]) -> NodeSpeed:
-    return msgspec.structs.replace(
-        speeds[-1],
-        steps=StepParts.mean([speed.steps for speed in speeds]),
-        beside=StepParts.mean([speed.beside for speed in speeds]),
-        spread=_mean_quantiles([speed.spread for speed in speeds]),
-        spread_beside=_mean_quantiles([speed.spread_beside for speed in speeds]),
-        probe=PaceProbe.mean([speed.probe for speed in speeds if speed.probe is not None]),
-    )
-
-
-def _mean_quantiles(spreads: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
-    """Returns the mean of each quantile, of the spreads that have as many as the last one."""
-    alike = [spread for spread in spreads if len(spread) == len(spreads[-1])]
-    return tuple(map(fmean, zip(*alike, strict=True)))
 
 
 _MAY_BE_0 = frozenset({"block_bytes", "prompt_bytes"})

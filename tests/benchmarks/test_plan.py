@@ -24,6 +24,7 @@ from benchmarks.plan.figures import (
     by_the_profile_alone,
     verdict,
 )
+from benchmarks.plan.paces import slower
 from benchmarks.settings import BenchPlanConfig
 from pdserve.bench.plan.profiling import batches_within, beside_within, cache_geometry, check_cache, sized, steps_of
 from pdserve.bench.report import Figure, Row, Unit, read_report, this_machine
@@ -108,7 +109,7 @@ def test_a_round_is_predicted_for_the_pace_that_it_had_and_for_that_of_the_profi
 def test_each_round_is_predicted_by_its_own_profile() -> None:
     config, shape, found = BenchPlanConfig(), SYSTEMS["mixed"], streams(30, 0.2, 0.02)
     profile, load = profile_of(), requests_of(config, 0.1, 10)
-    rounds = [run_of(profile, shape, 0.2, load, 1.0, found), run_of(profile.times(3.0), shape, 0.1, load, 1.0, found)]
+    rounds = [run_of(profile, shape, 0.2, load, 1.0, found), run_of(slower(profile, 3.0), shape, 0.1, load, 1.0, found)]
     told = [Outcome("mixed", 10, of_round) for of_round in (rounds[:1], rounds[1:], rounds)]
     quick, slow, both = report_of(config, told).rows
     name = "TTFT p50 predicted"
