@@ -16,6 +16,7 @@ from benchmarks.settings import (
     BenchFamiliesConfig,
     BenchGgufServersConfig,
     BenchGoodputConfig,
+    BenchGpuShapesConfig,
     BenchHostConfig,
     BenchLentCoresConfig,
     BenchPlanConfig,
@@ -107,6 +108,12 @@ def _families(config: BenchFamiliesConfig, environ: Mapping[str, str]) -> Report
     from benchmarks import families
 
     return families.run(config, environ)
+
+
+def _gpu_shapes(config: BenchGpuShapesConfig, environ: Mapping[str, str]) -> Report:
+    from benchmarks.gpu_shapes import benchmark
+
+    return benchmark.run(config)
 
 
 def _host(config: BenchHostConfig, environ: Mapping[str, str]) -> Report:
@@ -203,6 +210,13 @@ STUDIES = {
         "transformers' code with pdserve's attention and products.",
         BenchFamiliesConfig,
         _families,
+    ),
+    "gpu-shapes": Study(
+        "a GPU's steps of random models: an 8B one, weights in 4 bits and FP8, experts",
+        "What pdserve bench engine measures, of random models in the shape of an 8B one, with plain and quantised "
+        "weights, and of DeepSeek-V3's experts; and steps with drafts, of which as many are right as is said.",
+        BenchGpuShapesConfig,
+        _gpu_shapes,
     ),
     "host": Study(
         "what a step takes of the step loop's thread, without a model",

@@ -18,6 +18,7 @@ from pdserve.config import (
     Switch,
     setting,
 )
+from pdserve.config.bench import EngineBenchConfig
 from pdserve.errors import ConfigError
 from pdserve.settings.load import check_counts
 
@@ -361,6 +362,15 @@ class BenchFamiliesConfig:
 
     families: FamiliesBenchConfig = field(default_factory=FamiliesBenchConfig)
     report: ReportConfig = field(default_factory=ReportConfig)
+
+
+@dataclass(frozen=True, slots=True)
+class BenchGpuShapesConfig:
+    """The settings of ``benchmarks gpu-shapes``, whose models have batches, contexts and chunks of their own."""
+
+    engine: EngineBenchConfig = field(default_factory=EngineBenchConfig)
+    report: ReportConfig = field(default_factory=ReportConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,12 +21,12 @@ from pathlib import Path
 import aiohttp
 
 from benchmarks.programs import for_servers
+from benchmarks.random_llama import Shape, write_random_model
 from benchmarks.roles.pace import Pace
 from benchmarks.roles.paced_node import paced_node_command
 from benchmarks.settings import BenchRolesConfig, RolesBenchConfig
 from benchmarks.workload import Arrival, run_arrivals
 from pdserve.bench.cluster import OWN_SETTINGS, Program, read_metrics, running, total, until_known
-from pdserve.bench.engine.subject import Shape, write_random_model
 from pdserve.bench.load import Target, first_model, uniform_jobs
 from pdserve.bench.report import Better, Figure, Report, Row, Unit, measured, this_machine
 from pdserve.bench.streamed_answer import AnswerTargets, Stream, distribution

@@ -102,8 +102,7 @@ BENCHMARKS = {
     "engine": Benchmark(
         "what this machine and an engine's parts can do",
         "Times an engine's parts in this process: decode and prefill steps, their linear layers and attention, the "
-        "sampler, and beside them what the machine's memory and arithmetic allow. With a GPU that the engine computes "
-        "on, also a random model in the shape of an 8B one.",
+        "sampler, and beside them what the machine's memory and arithmetic allow.",
         BenchEngineConfig,
         _engine,
     ),

@@ -12,17 +12,15 @@ from gguf import GGMLQuantizationType
 from transformers import AutoModelForCausalLM
 
 from pdserve.bench.engine import benchmark
-from pdserve.bench.engine.benchmark import FakeDrafter
-from pdserve.bench.engine.parts import ExpertLayer, Product, attention_s, products_of
-from pdserve.bench.engine.subject import Drafting, Shape, Steps, Stored, open_subject, write_random_model
+from pdserve.bench.engine.benchmark import open_bench
+from pdserve.bench.engine.parts import Product, attention_s, products_of
+from pdserve.bench.engine.subject import Steps, open_subject
 from pdserve.bench.report import read_report, to_json
 from pdserve.config import Device, Dtype, ModelConfig
 from pdserve.config.bench import BenchEngineConfig, EngineBenchConfig
 from pdserve.errors import ConfigError, ModelError
-from pdserve.models.backend import Backend
 from pdserve.models.checkpoint.config_reading import read_family_config
-from pdserve.models.checkpoint.weights import Checkpoint
-from pdserve.models.recipe import ExpertsRecipe, MlpRecipe
+from pdserve.models.recipe import ExpertsRecipe
 from pdserve.settings import cache_folder
 from pdserve_kernels.contract import BlockFormat
 from pdserve_kernels.cpu.compiled_kernels import CompiledKernels
@@ -43,7 +41,6 @@ IN_BLOCKS = {
     "num_key_value_heads": 2,
     "head_dim": 16,
 }
-SHAPE = Shape(64, 96, 2, 4, 2, 16, 300, 256)
 
 
 def compiled() -> CompiledKernels:
@@ -86,8 +83,8 @@ def test_too_long_for_the_model_is_told(tiny: Path) -> None:
 
 
 def test_a_folder_without_a_tokenizer_has_no_row_of_grammars(tmp_path: Path) -> None:
-    write_random_model(SHAPE, tmp_path)
-    model = ModelConfig(served_model_name="random", dtype=Dtype.FP32, device=Device.CPU)
+    save_tiny_model("llama", tmp_path)
+    model = ModelConfig(served_model_name="tiny", dtype=Dtype.FP32, device=Device.CPU)
     report = benchmark.run(BenchEngineConfig(engine=SMALL, model=model), tmp_path, TorchKernels)
     found = {row.what for row in report.rows}
     assert "decode step" in found and "answers by a schema" not in found
@@ -111,7 +108,7 @@ def test_a_model_with_latents_is_measured(tmp_path: Path) -> None:
         if isinstance(module, torch.nn.Linear)
     ]
     assert products_of(subject.config, {}).parameters == sum(module.weight.numel() for module in linears)
-    rows = list(benchmark.subject_rows(BenchEngineConfig(engine=SMALL), subject, steps))
+    rows = list(benchmark.subject_rows(open_bench(subject, SMALL), steps))
     assert {"decode step", "prefill step"} <= {row.what for row in rows}
     (decode,) = (row for row in rows if row.what == "decode step")
     assert decode.figure("attention in FP8 : attention").value > 0
@@ -137,7 +134,7 @@ def test_experts_have_rows_with_the_bytes_that_are_touched(tmp_path: Path) -> No
     subject = open_subject(
         "tiny", save_tiny_model("qwen3-moe", tmp_path), ModelConfig(device=Device.CPU), 16, steps, compiled
     )
-    rows = list(benchmark.subject_rows(BenchEngineConfig(engine=SMALL), subject, steps))
+    rows = list(benchmark.subject_rows(open_bench(subject, SMALL), steps))
     experts = subject.config.experts
     assert experts is not None
     one = 3 * experts.expert.channels * subject.config.hidden_size * 2
@@ -148,15 +145,6 @@ def test_experts_have_rows_with_the_bytes_that_are_touched(tmp_path: Path) -> No
     decode, *_ = [row.figure("bytes").value for row in rows if row.what == "roofline"]
     others = products_of(subject.config, {}).nbytes(torch.bfloat16) + subject.kv_bytes(41)
     assert decode == pytest.approx(single + others / 2**20)
-
-
-def test_experts_are_measured_without_a_model() -> None:
-    layer = ExpertLayer(ExpertsRecipe(8, 2, MlpRecipe(16)), (Product(16, 32), Product(16, 32)), Product(32, 16))
-    config, backend = BenchEngineConfig(engine=SMALL), Backend(torch.device("cpu"), TorchKernels(), None)
-    rows = list(benchmark.experts_rows(config, "tiny", layer, 3, (1, 40), backend))
-    assert [row.at for row in rows] == [{"model": "tiny", "batch": 1}, {"model": "tiny", "batch": 40}]
-    assert rows[0].figure("bytes of those touched").value == 3 * 2 * 3 * 16 * 32 * 2 / 2**20
-    assert all(row.figure("rate : matrix product").value > 0 for row in rows)
 
 
 def test_weights_in_blocks_count_as_they_are(tmp_path: Path) -> None:
@@ -186,8 +174,7 @@ def test_a_model_in_blocks_is_measured_with_products_of_bytes(tmp_path: Path) ->
     path = save_tiny_gguf(folder, tmp_path / "tiny.gguf", quantized=GGMLQuantizationType.Q8_0, widths=(64, 96))
     subject = open_subject("tiny", path, ModelConfig(device=Device.CPU), 16, Steps((2,), (17,), (20,)), compiled)
     assert set(subject.formats.values()) == {BlockFormat.Q8_0}
-    config = BenchEngineConfig(engine=SMALL)
-    rows = list(benchmark.subject_rows(config, subject, Steps((2,), (17,), (20,))))
+    rows = list(benchmark.subject_rows(open_bench(subject, SMALL), Steps((2,), (17,), (20,))))
     (hardware,) = [row for row in rows if row.what == "hardware"]
     assert hardware.figure("product of bytes").value > 0
     decode, prefill = [row for row in rows if row.what == "roofline"]
@@ -196,32 +183,6 @@ def test_a_model_in_blocks_is_measured_with_products_of_bytes(tmp_path: Path) ->
     kv = 2 * subject.kv_bytes(17)
     assert decode.figure("bytes").value == pytest.approx((weights + kv) / 2**20)
     assert prefill.figure("operations").value > decode.figure("operations").value
-
-
-@pytest.mark.parametrize("stored", Stored)
-def test_a_random_model_is_one_that_the_engine_runs(stored: Stored, tmp_path: Path) -> None:
-    write_random_model(SHAPE, tmp_path, stored)
-    weight = Checkpoint(tmp_path, torch.float32, quantisation=read_family_config(tmp_path).quantisation).take(
-        "model.layers.0.mlp.up_proj.weight", (SHAPE.intermediate_size, SHAPE.hidden_size)
-    )
-    assert 0.01 < float(weight.std()) < 0.03
-    steps = Steps(batches=(2,), contexts=(17,), chunks=(20,))
-    subject = open_subject("random", tmp_path, ModelConfig(), 16, steps, TorchKernels)
-    assert subject.config.vocab_size == 300
-    assert subject.runner.kv_cache.shape[0] == steps.blocks(16) == 4
-    logits = subject.runner.run(subject.decode_rows(2, 17))
-    assert logits.shape == (2, 300)
-    assert logits.isfinite().all()
-    assert subject.runner.run(subject.prefill_rows(20)).shape == (1, 300)
-
-
-def test_a_random_model_is_measured_like_any_other() -> None:
-    rows = benchmark.random_model_rows(
-        BenchEngineConfig(engine=SMALL), "random", SHAPE, Steps((2,), (17,), (20,)), TorchKernels
-    )
-    kinds = ["hardware", "linear layers alone", "decode step", "roofline", "sampler", "prefill step", "roofline"]
-    assert [row.what for row in rows] == kinds
-    assert all(row.at["model"] == "random" for row in rows[1:])
 
 
 def test_requests_of_a_decode_step_share_no_block(tiny: Path) -> None:
@@ -241,41 +202,3 @@ def test_attention_of_recorded_steps_is_timed_as_a_replay(tiny: Path) -> None:
     # A prefill step is not recorded as a graph.
     assert attention_s(subject, subject.prefill_rows(33), 0.0) > 0
     assert len(graphs.made) == 1
-
-
-DRAFTING = Drafting(requests=(1, 3), rows=(2, 4), context=40, acceptances=(0.0, 0.5, 1.0))
-
-
-def test_steps_with_drafts_have_rows_beside_steps_without() -> None:
-    steps = Steps((1,), (40,), (33,), DRAFTING)
-    config = BenchEngineConfig(engine=SMALL, model=ModelConfig(dtype=Dtype.FP32, device=Device.CPU))
-    found = [
-        row
-        for row in benchmark.random_model_rows(config, "tiny", SHAPE, steps, TorchKernels)
-        if row.what == "step with drafts"
-    ]
-    each = [(requests, rows, accepted) for requests in (1, 3) for rows in (2, 4) for accepted in ("0", "0.5", "1")]
-    assert [(row.at["requests"], row.at["rows of each"], row.at["accepted"]) for row in found] == each
-    assert all(figure.value > 0 for row in found for figure in row.figures)
-    for row in found:
-        most, tokens = int(row.at["rows of each"]), row.figure("tokens a step").value
-        assert tokens == 1 if row.at["accepted"] == "0" else tokens == most if row.at["accepted"] == "1" else True
-        ratios = [row.figure(name).value for name in ("step : without drafts", "TPOT : without drafts")]
-        assert ratios[1] == pytest.approx(ratios[0] / tokens)
-
-
-def test_a_fake_drafter_is_right_as_often_as_asked(tiny: Path) -> None:
-    model = ModelConfig(dtype=Dtype.FP32, device=Device.CPU)
-    subject = open_subject("tiny", tiny, model, 16, Steps((1,), (40,), (33,), DRAFTING), TorchKernels)
-    drafter, steps = FakeDrafter(subject, 3, 4, DRAFTING, 0.5), 400
-    # 1 + 1/2 + 1/4 + 1/8 tokens of each request.
-    assert sum(drafter.accept() for _ in range(steps)) / steps / 3 == pytest.approx(1.875, rel=0.1)
-    rows = drafter.step()
-    assert len(rows) == 12 and all(len(row.token_ids) == 1 for row in rows)
-    for first in range(0, 12, 4):
-        one = rows[first : first + 4]
-        assert [row.start - one[0].start for row in one] == [0, 1, 2, 3]
-        assert one[0].start >= 39 and one[-1].context_len <= DRAFTING.longest
-        assert {tuple(row.block_table) for row in one} == {tuple(one[0].block_table)}
-    # A request's blocks are no other's.
-    assert len({block for row in rows for block in row.block_table}) == sum(len(rows[n].block_table) for n in (0, 4, 8))

@@ -22,7 +22,7 @@ from triton.backends.nvidia.compiler import get_ptxas
 from triton.runtime.errors import OutOfResources
 from triton.runtime.jit import JITFunction
 
-from pdserve.bench.engine.subject import LLAMA_8B
+from benchmarks.random_llama import LLAMA_8B
 from pdserve.bench.report import Better, Figure, Report, Row, Unit, this_machine, to_json
 from pdserve_kernels.contract import BlockFormat
 from pdserve_kernels.triton import paged_attention

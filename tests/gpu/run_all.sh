@@ -1,6 +1,6 @@
 #!/bin/sh
 # All that one GPU can show of pdserve: the kernels against their reference, captured steps, NCCL, whole nodes, and the
-# figures of pdserve bench engine and transfer beside their targets; then a mixed node, and a prefill and a decode node
+# figures of pdserve bench engine and transfer, and of random models, beside their targets; then a mixed node, and a prefill and a decode node
 # that share the GPU, under load. It is made to take less than ten minutes on an H200.
 #
 #   tests/gpu/run_all.sh [FOLDER]     figures and the tests' log go to FOLDER (build/gpu)
@@ -90,12 +90,15 @@ trap 'rm -rf "$model"' EXIT
 "$PYTHON" - "$model" <<'MODEL'
 import sys
 from pathlib import Path
-from pdserve.bench.engine.subject import Shape, write_random_model
+from benchmarks.random_llama import Shape, write_random_model
 write_random_model(Shape(576, 1536, 30, 9, 3, 64, 49_152), Path(sys.argv[1]))
 MODEL
 # Buffers of 4 GiB, so that what it takes to start a copy does not count.
-timeout 390 "$PYTHON" -m pdserve bench engine --model "$model" --served-model-name 135M-shaped --device cuda \
+timeout 90 "$PYTHON" -m pdserve bench engine --model "$model" --served-model-name 135M-shaped --device cuda \
     --batches 1,64 --contexts 1024 --chunks 512 --seconds 0.5 --copy-mib 4096 --json "$OUT/engine.json" || failed=1
+# An 8B model in bf16, a half of one in 4 bits and in FP8, and DeepSeek V3's experts.
+timeout 360 "$PYTHON" -m benchmarks gpu-shapes --device cuda --seconds 0.5 --copy-mib 4096 \
+    --json "$OUT/shapes.json" || failed=1
 
 # gpt-oss-20b as it is, and the widths of DeepSeek V3 and Qwen3-30B-A3B with fewer layers.
 timeout 240 "$PYTHON" -m tests.gpu.whole_models --json "$OUT/whole.json" || failed=1
@@ -113,6 +116,6 @@ if [ -z "$nodes" ]; then
 fi
 
 echo "== verdict"
-"$PYTHON" -m tests.gpu.verdict "$OUT/engine.json" "$OUT/whole.json" "$OUT/transfer.json" "$OUT/serving.json" \
+"$PYTHON" -m tests.gpu.verdict "$OUT/engine.json" "$OUT/shapes.json" "$OUT/whole.json" "$OUT/transfer.json" "$OUT/serving.json" \
     --out "$OUT/report.json" --tests "$OUT/tests.log" || failed=1
 exit $failed

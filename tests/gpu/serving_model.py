@@ -9,7 +9,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from pdserve.bench.engine.subject import LLAMA_8B, write_random_model
+from benchmarks.random_llama import LLAMA_8B, write_random_model
 from pdserve.models.checkpoint.cached_tokenizer import gguf_tokenizer
 from pdserve.models.checkpoint.model_files import packaged_gguf
 

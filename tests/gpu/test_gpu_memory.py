@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from pdserve.bench.engine.subject import Shape, write_random_model
+from benchmarks.random_llama import Shape, write_random_model
 from pdserve.config import Dtype, SchedulerConfig
 from pdserve.engine.assembly import warm_up, warm_up_sampling
 from pdserve.engine.kv_cache.cache_size import LIBRARY_BYTES, workspace_bytes

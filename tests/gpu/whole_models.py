@@ -14,16 +14,9 @@ from pathlib import Path
 
 import torch
 
-from pdserve.bench.engine.benchmark import subject_rows
-from pdserve.bench.engine.subject import (
-    QUANTISATION,
-    Steps,
-    Stored,
-    filled,
-    open_subject,
-    random_tensors,
-    write_shards,
-)
+from benchmarks.random_llama import QUANTISATION, Stored, filled, random_tensors, write_shards
+from pdserve.bench.engine.benchmark import open_bench, subject_rows
+from pdserve.bench.engine.subject import Steps, open_subject
 from pdserve.bench.report import Report, Row, chip_name, this_machine, to_json
 from pdserve.config import Device, ModelConfig
 from pdserve.config.bench import BenchEngineConfig, EngineBenchConfig
@@ -67,7 +60,7 @@ class WholeModel:
         with tempfile.TemporaryDirectory(prefix="pdserve-bench-") as made:
             self.write(Path(made))
             subject = open_subject(self.name, Path(made), config.model, config.engine.block_size, steps, cpu_kernels)
-        return list(subject_rows(config, subject, steps))
+        return list(subject_rows(open_bench(subject, config.engine), steps))
 
 
 def _all(sizes: Mapping[str, tuple[int, ...]], stored: Stored) -> dict[str, tuple[tuple[int, ...], Stored]]:

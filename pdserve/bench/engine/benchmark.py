@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import math
-import random
-import statistics
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -19,7 +16,6 @@ from pdserve.bench.engine.parts import (
     ExpertStack,
     Hardware,
     LinearStack,
-    Product,
     Products,
     attention_s,
     constrained_sampling_s,
@@ -31,47 +27,18 @@ from pdserve.bench.engine.parts import (
     sampling_s,
     seconds_of,
 )
-from pdserve.bench.engine.subject import (
-    LLAMA_8B,
-    Drafting,
-    Shape,
-    Steps,
-    Stored,
-    Subject,
-    open_subject,
-    write_random_model,
-)
+from pdserve.bench.engine.subject import Steps, Subject, open_subject
 from pdserve.bench.report import Better, Figure, Report, Row, Unit, chip_name, this_machine
-from pdserve.config.bench import BenchEngineConfig
+from pdserve.config.bench import BenchEngineConfig, EngineBenchConfig
 from pdserve.grammars.compiling import load_vocabulary
-from pdserve.models.backend import Backend, open_backend
 from pdserve.models.checkpoint.gguf.file import is_gguf
 from pdserve.models.checkpoint.model_files import TOKENIZERS, served_model_name
 from pdserve.models.rank_cache import TORCH_DTYPES
-from pdserve.models.recipe import ExpertsRecipe, MlpRecipe
-from pdserve.models.runner import CudaGraphs, StepRow
 from pdserve.settings import to_environ
 from pdserve.wire.sampling_params import Grammar, GrammarKind, SamplingParams
 from pdserve_kernels.contract import BlockFormat, Kernels
-from pdserve_kernels.feed_forward import Scoring
 
-_LARGE = "8B-shaped"
-_LARGE_STEPS = Steps(
-    batches=(1, 64),
-    contexts=(1024,),
-    chunks=(1024, 8192),
-    drafting=Drafting(requests=(1, 16, 64), rows=(2, 4, 8), context=1024, acceptances=(0.0, 0.5, 0.9)),
-)
-_PART, _SHORT_8B = "16 layers 8B-shaped", replace(LLAMA_8B, num_hidden_layers=16, vocab_size=16_384)
-"""What is quantised: a CPU repacks some hundred million numbers a second, and all layers of a model are alike."""
-_SHORT_STEPS = Steps(batches=(1, 16, 64), contexts=(1024,), chunks=(8192,))
-_EXPERTS = "DeepSeek-V3's experts in FP8"
-V3_EXPERTS = ExpertLayer(
-    ExpertsRecipe(256, 8, MlpRecipe(2048), scoring=Scoring.SIGMOID, normalised=True, groups=8, chosen_groups=4),
-    (Product(2048, 7168, BlockFormat.FP8),) * 2,
-    Product(7168, 2048, BlockFormat.FP8),
-)
-_NOTES = (
+NOTES = (
     "medians; TPOT is a step and the greedy choice of its tokens, without HTTP",
     "plain torch is torch.nn.functional.linear on the same shapes with random weights, a different one in every layer; "
     "where torch multiplies the model's numbers one by one, as bf16 without AVX-512, it and the limit are in fp32",
@@ -80,12 +47,11 @@ _NOTES = (
     "experts: the bytes are those of the experts to which random logits send the tokens",
     "copy bandwidth counts bytes read and written; weights + KV are the bytes that a decode step has to read, and "
     "least is the time in which as many are copied",
-    "with drafts: a fake drafter says how many are right; steps have the greedy choice of all rows' tokens",
 )
 
 
 def run(config: BenchEngineConfig, folder: Path, cpu_kernels: Callable[[], Kernels]) -> Report:
-    """Measures the model of ``folder``, and if its runner computes on a GPU, an 8B-shaped model too.
+    """Measures the model of ``folder``, and a GPU that is there beside it.
 
     ``cpu_kernels`` makes the kernel set for a CPU. A folder without a tokenizer has no row of grammars.
 
@@ -96,55 +62,33 @@ def run(config: BenchEngineConfig, folder: Path, cpu_kernels: Callable[[], Kerne
     steps = Steps(config.engine.batches, config.engine.contexts, config.engine.chunks)
     name = config.model.served_model_name or served_model_name(config.model.path, folder)
     subject = open_subject(name, folder, config.model, config.engine.block_size, steps, cpu_kernels)
-    device = subject.device
     vocabulary = None
     if is_gguf(folder) or any((folder / name).is_file() for name in TOKENIZERS):
         vocabulary = load_vocabulary(folder, sorted(subject.config.eos_token_ids))
-    rows = list(subject_rows(config, subject, steps, vocabulary))
-    del subject
-    if device.type == "cuda":
-        rows += random_model_rows(config, _LARGE, LLAMA_8B, _LARGE_STEPS, cpu_kernels)
-        for stored in (Stored.INT4, Stored.FP8):
-            name = f"{_PART} in {stored.value}"
-            rows += random_model_rows(config, name, _SHORT_8B, _SHORT_STEPS, cpu_kernels, stored)
-        rows += experts_rows(config, _EXPERTS, V3_EXPERTS, 4, (1, 16, 64, 4096), open_backend(device, cpu_kernels))
-    elif torch.cuda.is_available():
+    bench = open_bench(subject, config.engine)
+    rows = list(subject_rows(bench, steps, vocabulary))
+    if subject.device.type == "cpu" and torch.cuda.is_available():
         dtype = TORCH_DTYPES[config.model.dtype]
         rows.append(measure(torch.device("cuda"), dtype, config.engine.copy_mib, config.engine.seconds).row())
-    return Report("engine", this_machine(chip_name()), to_environ(config), _NOTES, tuple(rows))
+    return Report("engine", this_machine(chip_name()), to_environ(config), NOTES, tuple(rows))
 
 
-def random_model_rows(
-    config: BenchEngineConfig,
-    name: str,
-    shape: Shape,
-    steps: Steps,
-    cpu_kernels: Callable[[], Kernels],
-    stored: Stored = Stored.BF16,
-) -> list[Row]:
-    """Returns the same measurements of a model of ``shape`` with random weights."""
-    with tempfile.TemporaryDirectory(prefix="pdserve-bench-") as made:
-        _say(f"{name}: writing random weights")
-        write_random_model(shape, Path(made), stored)
-        subject = open_subject(name, Path(made), config.model, config.engine.block_size, steps, cpu_kernels)
-    return list(subject_rows(config, subject, steps))
-
-
-def subject_rows(
-    config: BenchEngineConfig, subject: Subject, steps: Steps, vocabulary: LLTokenizer | None = None
-) -> Iterator[Row]:
-    budget_s = config.engine.seconds
+def open_bench(subject: Subject, engine: EngineBenchConfig) -> Bench:
+    """Measures the yardsticks of ``subject``, and makes the parts of its steps that are timed alone."""
     _say(f"{subject.name}: hardware")
-    byte_products = multiplies_bytes(subject)
-    hardware = measure(subject.device, subject.dtype, config.engine.copy_mib, budget_s, byte_products=byte_products)
-    yield hardware.row()
+    copy_mib, budget_s, byte_products = engine.copy_mib, engine.seconds, multiplies_bytes(subject)
+    hardware = measure(subject.device, subject.dtype, copy_mib, budget_s, byte_products=byte_products)
     products = products_of(subject.config, subject.formats)
     linears = LinearStack(products, subject.kernels, subject.dtype, subject.device, subject.block_kernels)
-    layers = expert_layers(subject.config, subject.formats)
-    bench = Bench(subject, hardware, products, linears, layers, budget_s)
+    return Bench(subject, hardware, products, linears, expert_layers(subject.config, subject.formats), budget_s)
+
+
+def subject_rows(bench: Bench, steps: Steps, vocabulary: LLTokenizer | None = None) -> Iterator[Row]:
+    subject, hardware, budget_s = bench.subject, bench.hardware, bench.budget_s
+    yield hardware.row()
     experts = None
-    if layers:
-        experts = ExpertStack(layers, subject.kernels, subject.dtype, subject.device, subject.graphs)
+    if bench.experts:
+        experts = ExpertStack(bench.experts, subject.kernels, subject.dtype, subject.device, subject.graphs)
     for batch in steps.batches:
         _say(f"{subject.name}: decode steps of {batch}")
         linear = linear_row(bench, batch)
@@ -156,9 +100,6 @@ def subject_rows(
         yield sampler_row(bench, batch)
         if vocabulary is not None:
             yield grammar_row(bench, batch, steps.contexts[0], vocabulary)
-    if steps.drafting is not None:
-        _say(f"{subject.name}: steps with drafts")
-        yield from draft_rows(subject, hardware, bench.weight_bytes, steps.drafting, budget_s)
     for chunk in steps.chunks:
         _say(f"{subject.name}: prefill of {chunk} tokens")
         yield from prefill_rows(bench, chunk)
@@ -172,19 +113,6 @@ def multiplies_bytes(subject: Subject) -> bool:
     from pdserve_kernels.triton.fp8_products import multiplies_fp8
 
     return BlockFormat.FP8 in subject.formats.values() and multiplies_fp8(subject.device)
-
-
-def experts_rows(
-    config: BenchEngineConfig, name: str, layer: ExpertLayer, layers: int, batches: Sequence[int], backend: Backend
-) -> Iterator[Row]:
-    """Yields a row for each number of tokens that so many layers of experts, all alike, compute."""
-    _say(f"{name}: experts")
-    dtype, budget_s = TORCH_DTYPES[config.model.dtype], config.engine.seconds
-    hardware = measure(backend.device, dtype, config.engine.copy_mib, budget_s)
-    graphs = None if backend.graph_kernels is None else CudaGraphs()
-    stack = ExpertStack([layer] * layers, backend.kernels, dtype, backend.device, graphs)
-    for batch in batches:
-        yield experts_row(name, hardware, stack, batch, budget_s)
 
 
 def _say(text: str) -> None:
@@ -324,82 +252,6 @@ def _roofline_row(
         "tokens": tokens,
     }
     return Row("roofline", at, figures)
-
-
-class FakeDrafter:
-    """Drafts for requests, and says how many of a request's drafts are right, whatever the model's tokens are.
-
-    A request begins again at the first context once its blocks are full, so that contexts stay about as long.
-    """
-
-    def __init__(self, subject: Subject, requests: int, rows: int, drafting: Drafting, acceptance: float) -> None:
-        """Each request has ``rows`` in a step, all but one for drafts, right with the chance ``acceptance`` each."""
-        self._subject, self._rows, self._acceptance = subject, rows, acceptance
-        self._first, self._longest = drafting.context - 1, drafting.longest
-        self._starts = [self._first] * requests
-        self._chance = random.Random(requests * rows)  # noqa: S311  # no secret
-
-    def step(self) -> list[StepRow]:
-        """Returns the rows of the next step, those of a request one after the other."""
-        return self._subject.draft_rows(self._starts, self._rows, self._longest)
-
-    def accept(self) -> int:
-        """Returns how many tokens the step gives. Each request goes on behind its own."""
-        given = 0
-        for request, start in enumerate(self._starts):
-            tokens = 1
-            while tokens < self._rows and self._chance.random() < self._acceptance:
-                tokens += 1
-            given += tokens
-            start += tokens
-            self._starts[request] = start if start + self._rows <= self._longest else self._first
-        return given
-
-
-def draft_rows(
-    subject: Subject, hardware: Hardware, weight_bytes: Callable[[int], float], drafting: Drafting, budget_s: float
-) -> Iterator[Row]:
-    """Yields a row for each number of requests, of rows and each acceptance, beside steps without drafts.
-
-    ``weight_bytes`` returns those that a step of so many tokens reads. Each measurement takes about ``budget_s``.
-    """
-    for requests in drafting.requests:
-        plain_s, _ = _measured(FakeDrafter(subject, requests, 1, drafting, 0.0), subject, budget_s)
-        # All rows of a request read the same keys and values.
-        kv_bytes = requests * subject.kv_bytes(drafting.context)
-        for rows in drafting.rows:
-            least_s = (weight_bytes(requests * rows) + kv_bytes) / hardware.copy_bytes_per_s
-            for acceptance in drafting.acceptances:
-                drafter = FakeDrafter(subject, requests, rows, drafting, acceptance)
-                step_s, given = _measured(drafter, subject, budget_s)
-                figures = (
-                    Figure("step", step_s * 1e3, Unit.MS, Better.LOWER),
-                    Figure("step : least", step_s / least_s, Unit.RATIO, Better.LOWER),
-                    Figure("step : without drafts", step_s / plain_s, Unit.RATIO, Better.LOWER),
-                    Figure("tokens a step", given / requests, Unit.RATIO, Better.HIGHER),
-                    Figure("TPOT : without drafts", step_s / plain_s * requests / given, Unit.RATIO, Better.LOWER),
-                )
-                at: dict[str, int | str] = {
-                    "model": subject.name,
-                    "requests": requests,
-                    "rows of each": rows,
-                    "context": drafting.context,
-                    "accepted": f"{acceptance:g}",
-                }
-                yield Row("step with drafts", at, figures)
-
-
-def _measured(drafter: FakeDrafter, subject: Subject, budget_s: float) -> tuple[float, float]:
-    """Returns the median time of a step with the choice of its tokens, and the mean number of tokens that it gives."""
-    given: list[int] = []
-
-    def step() -> None:
-        # The list is there when the device has done all of the step.
-        subject.runner.run(drafter.step()).argmax(dim=-1).tolist()
-        given.append(drafter.accept())
-
-    seconds = seconds_of(step, subject.device, budget_s)
-    return seconds, statistics.mean(given)
 
 
 def sampler_row(bench: Bench, batch: int) -> Row:

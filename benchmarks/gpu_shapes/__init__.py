@@ -1,0 +1,1 @@
+"""``benchmarks gpu-shapes`` times steps of random models in shapes that people serve on GPUs."""
