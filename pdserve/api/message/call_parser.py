@@ -88,24 +88,64 @@ class CallMarkers:
         return (*self.around, *self.inner)
 
 
-class CallParser(ABC):
-    """Takes the content of one message apart.
+class MessageReader:
+    """Takes the text of one message apart, which may call functions.
 
     Each state is a method that takes what it can of the text that waits, and returns whether it took anything or
     another state is next.
     """
 
-    def __init__(self, markers: CallMarkers, tools: Mapping[str, ToolSchema], *, parallel: bool) -> None:
+    def __init__(self, tools: Mapping[str, ToolSchema], state: Callable[[], bool], *, parallel: bool) -> None:
         """``tools`` are the functions that may be called, by name. Unless ``parallel``, only the first call counts."""
         self.calls = 0
         """How many calls have begun."""
-        self._markers = markers
         self._tools = tools
         self._parallel = parallel
+        self._state = state
         self._parts = PartsBuilder()
         self._waiting = ""
         self._over = False
-        self._state: Callable[[], bool] = self._content
+        self._shown_index: int | None = None
+        """The number of the call whose arguments come; None if it does not count."""
+
+    def add(self, text: str, parts: PartsBuilder) -> None:
+        """Tells ``parts`` what ``text`` adds to the message."""
+        self._parts = parts
+        self._waiting += text
+        self._run()
+
+    @property
+    def unread(self) -> int:
+        """How many of the last characters no state has taken yet."""
+        return len(self._waiting)
+
+    def _run(self) -> None:
+        while self._waiting and self._state():
+            pass
+
+    def _take(self, count: int) -> str:
+        taken, self._waiting = self._waiting[:count], self._waiting[count:]
+        return taken
+
+    def _start_call(self, name: str) -> None:
+        """Begins a call of the function ``name``, which the request has."""
+        self._shown_index = self.calls if self._parallel or not self.calls else None
+        self.calls += 1
+        if self._shown_index is not None:
+            self._parts.call(self._shown_index, name, "")
+
+    def _argue(self, arguments: str) -> None:
+        """Adds to the arguments of the call."""
+        if self._shown_index is not None and arguments:
+            self._parts.call(self._shown_index, None, arguments)
+
+
+class CallParser(MessageReader, ABC):
+    """Takes the content of one message apart."""
+
+    def __init__(self, markers: CallMarkers, tools: Mapping[str, ToolSchema], *, parallel: bool) -> None:
+        super().__init__(tools, self._content, parallel=parallel)
+        self._markers = markers
         self._fresh: str | None = ""
         """The spaces at the beginning of content, which are left out before a call; None behind them."""
         self._begin = True
@@ -117,14 +157,6 @@ class CallParser(ABC):
         self._broken_tail = ""
         """The brackets that close behind such arguments, of what is around them."""
         self._behind_broken: Callable[[], bool] = self._between
-        self._shown_index: int | None = None
-        """The number of the call whose arguments come; None if it does not count."""
-
-    def add(self, text: str, parts: PartsBuilder) -> None:
-        """Tells ``parts`` what ``text`` adds to the message."""
-        self._parts = parts
-        self._waiting += text
-        self._run()
 
     def finish(self, parts: PartsBuilder) -> None:
         """Tells ``parts`` what was held back, when no more text follows."""
@@ -137,18 +169,9 @@ class CallParser(ABC):
             self._fresh = None
 
     @property
-    def unread(self) -> int:
-        """How many of the last characters no state has taken yet."""
-        return len(self._waiting)
-
-    @property
     def undecided(self) -> int:
         """How many of the last characters may still become content."""
         return len(self._fresh or "") + len(self._held) + len(self._waiting)
-
-    def _run(self) -> None:
-        while self._waiting and self._state():
-            pass
 
     @abstractmethod
     def _call(self) -> bool:
@@ -242,22 +265,9 @@ class CallParser(ABC):
             self._show(held)
         self._state = self._content
 
-    def _take(self, count: int) -> str:
-        taken, self._waiting = self._waiting[:count], self._waiting[count:]
-        return taken
-
     def _start_call(self, name: str) -> None:
-        """Begins a call of the function ``name``, which the request has."""
         self._held = self._fresh = ""
-        self._shown_index = self.calls if self._parallel or not self.calls else None
-        self.calls += 1
-        if self._shown_index is not None:
-            self._parts.call(self._shown_index, name, "")
-
-    def _argue(self, arguments: str) -> None:
-        """Adds to the arguments of the call."""
-        if self._shown_index is not None and arguments:
-            self._parts.call(self._shown_index, None, arguments)
+        super()._start_call(name)
 
     def _pass_on(self, ends: tuple[str, ...], tail: str, then: Callable[[], bool]) -> None:
         """Goes on with arguments that are no JSON, as they are, up to one of ``ends``, or to the end of the text.

@@ -17,7 +17,7 @@ import enum
 import re
 from collections.abc import Callable, Mapping, Sequence
 
-from pdserve.api.message.call_parser import MAX_BLANK, begins, find_marker
+from pdserve.api.message.call_parser import MAX_BLANK, MessageReader, begins, find_marker
 from pdserve.api.message.json_text import JsonText
 from pdserve.api.message.parts import PartsBuilder
 from pdserve.api.message.tool_schemas import ToolSchema
@@ -83,12 +83,8 @@ def begun(prompt: str) -> str:
     return f"{START}{ASSISTANT}{CHANNEL}{FINAL}{MESSAGE}" if prompt.strip() and MESSAGE not in prompt else prompt
 
 
-class HarmonyParser:
-    """Takes one answer apart. What it has reported of a text depends on the text alone.
-
-    Each state is a method that takes what it can of the text that waits, and returns whether it took anything or
-    another state is next.
-    """
+class HarmonyParser(MessageReader):
+    """Takes one answer apart. What it has reported of a text depends on the text alone."""
 
     def __init__(
         self,
@@ -102,16 +98,9 @@ class HarmonyParser:
 
         Unless ``parallel``, only the first call counts. Unless ``separates_reasoning``, reasoning is content.
         """
-        self.calls = 0
-        """How many calls have begun."""
+        super().__init__(tools, self._between, parallel=parallel)
         self.section = Section.HEADER
-        self._tools = tools
-        self._parallel = parallel
         self._separates_reasoning = separates_reasoning
-        self._parts = PartsBuilder()
-        self._waiting = ""
-        self._over = False
-        self._state: Callable[[], bool] = self._between
         self._header = ""
         """What has come of a header, with its markers but ``START`` and ``MESSAGE``."""
         self._told: set[Section] = set()
@@ -119,25 +108,12 @@ class HarmonyParser:
         self._arguments = JsonText()
         self._argued = False
         """Whether the call has arguments."""
-        self._shown_index: int | None = None
-        """The number of the call whose arguments come; None if it does not count."""
         self._open(begun(prompt))
-
-    @property
-    def unread(self) -> int:
-        """How many of the last characters no state has taken yet."""
-        return len(self._waiting)
 
     @property
     def undecided(self) -> int:
         """How many of the last characters may still become content."""
         return len(self._waiting)
-
-    def add(self, text: str, parts: PartsBuilder) -> None:
-        """Tells ``parts`` what ``text`` adds to the message."""
-        self._parts = parts
-        self._waiting += text
-        self._run()
 
     def finish(self, parts: PartsBuilder) -> None:
         """Tells ``parts`` what was held back, when no more text follows."""
@@ -154,14 +130,6 @@ class HarmonyParser:
         if self.section is Section.HEADER and CHANNEL not in self._header:
             # A role alone: what follows is the rest of the header, or no Harmony at all.
             self._state = self._between
-
-    def _run(self) -> None:
-        while self._waiting and self._state():
-            pass
-
-    def _take(self, count: int) -> str:
-        taken, self._waiting = self._waiting[:count], self._waiting[count:]
-        return taken
 
     def _between(self) -> bool:
         """Reads what stands before a header, or before the rest of one whose role is known."""
@@ -251,18 +219,13 @@ class HarmonyParser:
         self.section, self._state, self._header = Section.HEADER, self._between, ""
 
     def _begin_call(self, name: str) -> None:
-        self._shown_index = self.calls if self._parallel or not self.calls else None
-        self.calls += 1
-        if self._shown_index is not None:
-            self._parts.call(self._shown_index, name, "")
+        self._start_call(name)
         self._arguments, self._argued = JsonText(), False
         self.section, self._state = Section.CALL, self._read_arguments
 
     def _argue(self, arguments: str) -> None:
-        if arguments:
-            self._argued = True
-            if self._shown_index is not None:
-                self._parts.call(self._shown_index, None, arguments)
+        self._argued = self._argued or bool(arguments)
+        super()._argue(arguments)
 
     def _end_call(self) -> None:
         """A call without arguments has none of them, which JSON writes as an empty object."""
