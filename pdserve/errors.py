@@ -195,12 +195,7 @@ class RequestError(PdserveError):
     type: ClassVar[str] = "server_error"
 
     def __init__(
-        self,
-        message: str,
-        *,
-        param: str | None = None,
-        code: str | None = None,
-        retry_after_s: int | None = None,
+        self, message: str, *, param: str | None = None, code: str | None = None, retry_after_s: int | None = None
     ) -> None:
         # It may quote what the client has sent, and would be as large in the answer and in logs.
         self.message = message if len(message) <= MAX_MESSAGE_CHARS else f"{message[:MAX_MESSAGE_CHARS]}…"

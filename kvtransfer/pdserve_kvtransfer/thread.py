@@ -28,14 +28,7 @@ from pdserve.process import share_interpreter
 from pdserve.wire.ids import TransferId
 from pdserve.wire.sampling_params import PromptLogprobs, SampledToken
 from pdserve.wire.terms import PrefillTarget
-from pdserve.wire.transfer import (
-    BLOCK_HASH_BYTES,
-    MAX_HASHES,
-    UNKNOWN_LOAD,
-    EngineSpec,
-    FailureCause,
-    PrefillLoad,
-)
+from pdserve.wire.transfer import BLOCK_HASH_BYTES, MAX_HASHES, UNKNOWN_LOAD, EngineSpec, FailureCause, PrefillLoad
 from pdserve_kvtransfer.control.sockets import loopback_only
 from pdserve_kvtransfer.events import (
     CachedFetchOrder,

@@ -293,12 +293,7 @@ def _load_figures(run: LoadRun, good: GoodAnswerConfig) -> tuple[Figure, ...]:
 
 def _latency_figures(run: LoadRun, name: str) -> tuple[Figure, ...]:
     result = result_of(run.tally)
-    found: Distribution = {
-        "TTFT": result.ttft_s,
-        "ITL": result.itl_s,
-        "TPOT": result.tpot_s,
-        "E2E": result.e2e_s,
-    }[name]
+    found: Distribution = {"TTFT": result.ttft_s, "ITL": result.itl_s, "TPOT": result.tpot_s, "E2E": result.e2e_s}[name]
     values = {"mean": found.mean, "p50": found.p50, "p90": found.p90, "p99": found.p99, "max": found.maximum}
     return measured(*(Figure(each, value * 1e3, Unit.MS, Better.LOWER) for each, value in values.items()))
 

@@ -181,8 +181,7 @@ def _forecast(config: PlanConfig, profile: Profile, requests: Sequence[PlannedRe
         if not prediction.keeps_up:
             return _Forecast([prediction], f"{given}: cannot keep up with that many requests")
         return _Forecast(
-            [prediction],
-            f"{given}: {'keeps' if prediction.meets else 'does not keep'} {aims}" if aims else "",
+            [prediction], f"{given}: {'keeps' if prediction.meets else 'does not keep'} {aims}" if aims else ""
         )
     if not aims:
         raise ConfigError(

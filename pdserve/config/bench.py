@@ -87,10 +87,7 @@ class LoadConfig:
     warm_up: int = setting("warm-up", "The clients send this many requests before the clock starts.", 1, minimum=0)
     seed: int = setting("seed", "The prompts follow from this seed.", 0, minimum=0)
     vocab_size: int = setting(
-        "prompt-vocab",
-        "Prompts have token ids below this number, at most the model's own.",
-        32_000,
-        minimum=4,
+        "prompt-vocab", "Prompts have token ids below this number, at most the model's own.", 32_000, minimum=4
     )
     timeout_s: float = setting("run-timeout-s", "The run may take this many seconds.", 900.0, minimum=1, maximum=86_400)
 
@@ -239,19 +236,10 @@ class ProfilingConfig:
         maximum=2,
         first=True,
     )
-    repeats: int = setting(
-        "repeats",
-        "Everything is measured this often, in turns.",
-        3,
-        minimum=1,
-        maximum=100,
-    )
+    repeats: int = setting("repeats", "Everything is measured this often, in turns.", 3, minimum=1, maximum=100)
     lend_cores: Switch = setting("lend-cores", "A node without work lends its cores to the other one.", Switch.ON)
     vocab_size: int = setting(
-        "prompt-vocab",
-        "Prompts have token ids below this number, at most the model's own.",
-        32_000,
-        minimum=4,
+        "prompt-vocab", "Prompts have token ids below this number, at most the model's own.", 32_000, minimum=4
     )
     startup_timeout_s: float = setting(
         "startup-timeout-s", "The nodes get this many seconds to start.", 300.0, minimum=1, maximum=86_400

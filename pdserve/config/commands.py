@@ -23,16 +23,9 @@ class ClusterConfig:
     mixed: int = setting(
         "mixed", "The cluster has this many nodes that are prefill and decode nodes at once.", 0, minimum=0, maximum=256
     )
-    lend_cores: Switch = setting(
-        "lend-cores",
-        "Nodes without work lend their cores to the others.",
-        Switch.ON,
-    )
+    lend_cores: Switch = setting("lend-cores", "Nodes without work lend their cores to the others.", Switch.ON)
     verbose: Switch = setting(
-        "verbose",
-        "All lines of all processes are printed, not only warnings and errors.",
-        Switch.OFF,
-        bare="on",
+        "verbose", "All lines of all processes are printed, not only warnings and errors.", Switch.OFF, bare="on"
     )
     ask: str = setting("ask", "pdserve asks this one question, prints the answer, and stops.", "", metavar="TEXT")
     ready_json: Switch = setting(
@@ -408,11 +401,7 @@ class PredictionConfig:
         first=True,
     )
     running: str = setting(
-        "from",
-        "Rate and lengths are those of the running cluster at this proxy's URL.",
-        "",
-        metavar="URL",
-        first=True,
+        "from", "Rate and lengths are those of the running cluster at this proxy's URL.", "", metavar="URL", first=True
     )
     look_s: float = setting(
         "look-s", "The running cluster's requests are counted for this many seconds.", 30.0, minimum=1, maximum=3600

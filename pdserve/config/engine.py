@@ -235,11 +235,7 @@ class GrammarConfig:
         maximum=60,
     )
     cached: int = setting(
-        "grammar-cache",
-        "The outcomes of this many grammars are kept, each with its text.",
-        64,
-        minimum=1,
-        maximum=4096,
+        "grammar-cache", "The outcomes of this many grammars are kept, each with its text.", 64, minimum=1, maximum=4096
     )
 
 
@@ -263,10 +259,7 @@ class CpuConfig:
     """The cores that the engine may use, those that it lends, and its kernels on them."""
 
     cores: tuple[int, ...] = setting(
-        "cores",
-        "The engine runs on these cores alone, for example 0,1,4-7. Empty: all.",
-        (),
-        first=True,
+        "cores", "The engine runs on these cores alone, for example 0,1,4-7. Empty: all.", (), first=True
     )
     core_ledger: str = setting(
         "core-ledger",

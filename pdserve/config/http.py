@@ -91,10 +91,7 @@ class TlsConfig:
     """TLS towards clients."""
 
     cert: str = setting(
-        "tls-cert",
-        "This PEM file has the certificate and its chain. With it, the proxy serves HTTPS.",
-        "",
-        first=True,
+        "tls-cert", "This PEM file has the certificate and its chain. With it, the proxy serves HTTPS.", "", first=True
     )
     key: str = setting(
         "tls-key", "This PEM file has the certificate's private key, without a passphrase.", "", first=True
@@ -106,9 +103,7 @@ class TrustConfig:
     """TLS towards nodes and proxies."""
 
     authorities: str = setting(
-        "tls-ca",
-        "This PEM file has the authorities for https:// nodes and proxies. Empty: the system's.",
-        "",
+        "tls-ca", "This PEM file has the authorities for https:// nodes and proxies. Empty: the system's.", ""
     )
 
 

@@ -35,9 +35,7 @@ class LogConfig:
 
     level: LogLevel = setting("log-level", "Messages below this level are not logged.", LogLevel.INFO, first=True)
     format: LogFormat = setting(
-        "log-format",
-        "Log lines are text for people, or JSON objects for programs.",
-        LogFormat.TEXT,
+        "log-format", "Log lines are text for people, or JSON objects for programs.", LogFormat.TEXT
     )
 
 

@@ -147,11 +147,7 @@ class AdmissionConfig:
     """The clients that the proxy serves, and how many requests it takes at once."""
 
     api_keys: tuple[str, ...] = setting(
-        "api-key",
-        "Clients have to send this key. Better give a file. May be repeated.",
-        (),
-        secret=True,
-        first=True,
+        "api-key", "Clients have to send this key. Better give a file. May be repeated.", (), secret=True, first=True
     )
     api_key_file: str = setting(
         "api-key-file",
@@ -199,11 +195,7 @@ class AdmissionConfig:
         minimum=0.01,
         maximum=3600,
     )
-    priorities: Switch = setting(
-        "priorities",
-        "Requests may name a priority. 'off' refuses all but 0.",
-        Switch.ON,
-    )
+    priorities: Switch = setting("priorities", "Requests may name a priority. 'off' refuses all but 0.", Switch.ON)
 
 
 @dataclass(frozen=True, slots=True)

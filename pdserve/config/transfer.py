@@ -151,10 +151,7 @@ class TransferConfig:
         Switch.OFF,
     )
     ucx_tls: str = setting(
-        "ucx-tls",
-        "UCX uses these transports, written as in UCX_TLS. Empty: UCX chooses.",
-        "",
-        first=True,
+        "ucx-tls", "UCX uses these transports, written as in UCX_TLS. Empty: UCX chooses.", "", first=True
     )
     ucx_net_devices: str = setting(
         "ucx-net-devices",
@@ -170,7 +167,5 @@ class TransferConfig:
         maximum=16,
     )
     ucx_tcp_ports: str = setting(
-        "ucx-tcp-ports",
-        "KV blocks over TCP use these ports, for example 42000-42999. Empty: any.",
-        "",
+        "ucx-tcp-ports", "KV blocks over TCP use these ports, for example 42000-42999. Empty: any.", ""
     )

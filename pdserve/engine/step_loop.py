@@ -69,14 +69,7 @@ from pdserve.wire.engine import (
     StepStats,
     Submit,
 )
-from pdserve.wire.engine_counts import (
-    CacheStats,
-    CoreStats,
-    QueueStats,
-    ReturnCounts,
-    SchedulerCounts,
-    TransferCounts,
-)
+from pdserve.wire.engine_counts import CacheStats, CoreStats, QueueStats, ReturnCounts, SchedulerCounts, TransferCounts
 from pdserve.wire.transfer import FailureCause
 
 log = logging.getLogger(__name__)

@@ -68,10 +68,7 @@ class ErrorForm(enum.Enum):
     ANTHROPIC = "anthropic"
 
 
-_FORMS = {
-    "/v1/responses": ErrorForm.RESPONSES,
-    "/v1/messages": ErrorForm.ANTHROPIC,
-}
+_FORMS = {"/v1/responses": ErrorForm.RESPONSES, "/v1/messages": ErrorForm.ANTHROPIC}
 _ANTHROPIC_ROUTES = "/v1/messages/"
 """Behind this, Anthropic's clients look for routes that nobody has here."""
 

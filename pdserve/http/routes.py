@@ -286,8 +286,5 @@ _NOT_SERVED = {
 
 _BASE_URLS = "the base URL of OpenAI's clients ends in /v1, and that of Anthropic's clients does not"
 
-_ERRORS: dict[int, type[RequestError]] = {
-    408: RequestTimeout,
-    413: PayloadTooLarge,
-}
+_ERRORS: dict[int, type[RequestError]] = {408: RequestTimeout, 413: PayloadTooLarge}
 """Our errors for those that Quart finds."""

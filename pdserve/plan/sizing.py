@@ -108,11 +108,7 @@ def predict_if_good(
 
 
 def _prediction(
-    lived: Lived,
-    shape: ClusterShape,
-    load: Sequence[PlannedRequest],
-    wanted: PlanTargets,
-    speed: NodeSpeed,
+    lived: Lived, shape: ClusterShape, load: Sequence[PlannedRequest], wanted: PlanTargets, speed: NodeSpeed
 ) -> Prediction:
     ttft = quantiles(np.array([answer.ttft_s for answer in lived.answers]), wanted.percentile)
     itl = gap_quantiles(lived.gaps, speed, wanted.percentile)

@@ -89,10 +89,7 @@ class RelayedRoutes:
     async def handle_stored(self, request: HttpRequest) -> None:
         """Answers a request as ``handle`` does, whose response may be stored."""
         assert self._storage is not None
-        with (
-            StoredTurn(self._storage, self._max_body_bytes) as turn,
-            self._begin(request) as relayed,
-        ):
+        with StoredTurn(self._storage, self._max_body_bytes) as turn, self._begin(request) as relayed:
             await self._serve(relayed, request, turn)
 
     def _begin(self, request: HttpRequest) -> RelayedRequest:

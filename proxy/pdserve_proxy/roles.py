@@ -219,10 +219,7 @@ def pressure_of(prefill: Sequence[RegisteredNode], decode: Sequence[RegisteredNo
     spare = [node for node in decode if node not in full]
     places_s = _mean([node.load.queue_s for node in full]) if not spare else 0.0
     return Pressure(
-        prompts=max(
-            _mean([node.load.queue_s for node in prefill]),
-            _mean([node.load.queue_s for node in spare]),
-        )
+        prompts=max(_mean([node.load.queue_s for node in prefill]), _mean([node.load.queue_s for node in spare]))
         / targets.ttft_s,
         answers=max(_mean([node.load.step_s for node in decode]) / targets.itl_s, places_s / targets.ttft_s),
     )

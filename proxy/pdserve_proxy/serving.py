@@ -117,13 +117,7 @@ async def serve_clients(
         # The status page sends commands with its own origin, which the server need not know by name.
         checks = (COMMANDS_PATH,)
         server = HttpServer(
-            app,
-            listener,
-            config.http,
-            tls=tls,
-            shutdown_s=shutdown_s,
-            own_checks=checks,
-            last_request_s=LAST_REQUEST_S,
+            app, listener, config.http, tls=tls, shutdown_s=shutdown_s, own_checks=checks, last_request_s=LAST_REQUEST_S
         )
         stopping = asyncio.create_task(stop.wait())
         try:

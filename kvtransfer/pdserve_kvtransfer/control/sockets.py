@@ -66,12 +66,7 @@ class ControlBatch:
     """Whether other frames cannot be read yet, because a message of very many parts is being dropped."""
 
 
-_KEEPALIVE = {
-    zmq.TCP_KEEPALIVE: 1,
-    zmq.TCP_KEEPALIVE_IDLE: 30,
-    zmq.TCP_KEEPALIVE_INTVL: 10,
-    zmq.TCP_KEEPALIVE_CNT: 3,
-}
+_KEEPALIVE = {zmq.TCP_KEEPALIVE: 1, zmq.TCP_KEEPALIVE_IDLE: 30, zmq.TCP_KEEPALIVE_INTVL: 10, zmq.TCP_KEEPALIVE_CNT: 3}
 
 
 def _new_socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[bytes]:

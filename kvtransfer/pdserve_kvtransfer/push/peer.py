@@ -9,15 +9,7 @@ import msgspec
 from pdserve.control.frame import MAX_REASON_CHARS, UNDECODABLE
 from pdserve.errors import PeerLost, UnreadableMessage
 from pdserve.wire.ids import TransferId
-from pdserve.wire.rank import (
-    ConnectLink,
-    Direction,
-    LinkBroken,
-    LinkOpened,
-    PiecesAnnounced,
-    PiecesSent,
-    SendBlocks,
-)
+from pdserve.wire.rank import ConnectLink, Direction, LinkBroken, LinkOpened, PiecesAnnounced, PiecesSent, SendBlocks
 from pdserve.wire.transfer import (
     UNKNOWN_LOAD,
     Accept,
@@ -78,10 +70,7 @@ _any_request: msgspec.msgpack.Decoder[_AnyRequest | _AnyCachedRequest] = msgspec
     _AnyRequest | _AnyCachedRequest
 )
 
-_FAILURE_OF = {
-    PushOutcome.PEER_LOST: FailureKind.PEER_LOST,
-    PushOutcome.LEASE_EXPIRED: FailureKind.LEASE_EXPIRED,
-}
+_FAILURE_OF = {PushOutcome.PEER_LOST: FailureKind.PEER_LOST, PushOutcome.LEASE_EXPIRED: FailureKind.LEASE_EXPIRED}
 
 
 class PushPeer:

@@ -138,13 +138,7 @@ class UcxLink:
     """
 
     def __init__(
-        self,
-        ucx: Any,
-        context: Any,
-        memory: Memory,
-        make_poster: MakePoster,
-        shares: bool,
-        no_rdma: Callable[[], str],
+        self, ucx: Any, context: Any, memory: Memory, make_poster: MakePoster, shares: bool, no_rdma: Callable[[], str]
     ) -> None:
         """``shares`` says whether it may offer its memory. ``no_rdma`` says why it would not go by RDMA."""
         self._ucx = ucx

@@ -480,11 +480,7 @@ async def respond_journaled(
 
 
 async def _end_within(
-    seconds: float,
-    request: Reply,
-    headers: Mapping[str, str],
-    generation: TextGeneration,
-    answer: CompleteAnswer,
+    seconds: float, request: Reply, headers: Mapping[str, str], generation: TextGeneration, answer: CompleteAnswer
 ) -> Ended | None:
     """Adds what comes in so many seconds to ``answer``. Returns the end of the answer if that comes too."""
     until = time.monotonic() + seconds

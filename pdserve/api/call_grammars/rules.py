@@ -74,10 +74,7 @@ class RuleBook:
         self.lines.append(line)
         self._size += len(line.encode()) + 1
         if self._size > MAX_GRAMMAR_BYTES:
-            raise InvalidRequest(
-                f"{self._name} would have more than {MAX_GRAMMAR_BYTES} bytes",
-                param=self._param,
-            )
+            raise InvalidRequest(f"{self._name} would have more than {MAX_GRAMMAR_BYTES} bytes", param=self._param)
 
 
 SpecialId = Callable[[str], int | None]

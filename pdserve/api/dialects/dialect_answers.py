@@ -89,11 +89,7 @@ log = logging.getLogger(__name__)
 
 
 async def _dialect_stream(
-    events: BlockEvents,
-    form: ErrorForm,
-    generation: TextGeneration,
-    first: Sequence[TextDelta],
-    options: AnswerOptions,
+    events: BlockEvents, form: ErrorForm, generation: TextGeneration, first: Sequence[TextDelta], options: AnswerOptions
 ) -> AsyncGenerator[bytes, None]:
     """Yields server-sent events: one item for each time that the engine had something.
 

@@ -7,10 +7,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import msgspec
 
-from pdserve.api.answers.openai_response import (
-    ChatTokenLogprob,
-    Usage,
-)
+from pdserve.api.answers.openai_response import ChatTokenLogprob, Usage
 from pdserve.api.dialects.answer_blocks import AnswerEnd, Block, BlockKind
 from pdserve.api.message.json_text import as_object
 from pdserve.errors import RequestError

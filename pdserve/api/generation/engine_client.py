@@ -201,12 +201,7 @@ class EngineClient:
             raise self._lost.result()
         return self._ready.result()
 
-    def open(
-        self,
-        prompts: Sequence[PromptChoices],
-        terms: Terms,
-        pace: ReadPace = EACH_TOKEN,
-    ) -> Generation:
+    def open(self, prompts: Sequence[PromptChoices], terms: Terms, pace: ReadPace = EACH_TOKEN) -> Generation:
         """Submits all ``prompts``; the caller owns the result and must close it. Without any prompt it has no outputs.
 
         The engine asks the holders that ``terms`` name for blocks of the prompts and of what was emitted. Where the
@@ -429,10 +424,7 @@ class EngineChannel:
     """
 
     def __init__(
-        self,
-        address: str,
-        on_message: Callable[[FromEngine], None],
-        on_garbage: Callable[[EngineError], None],
+        self, address: str, on_message: Callable[[FromEngine], None], on_garbage: Callable[[EngineError], None]
     ) -> None:
         """Raises ConfigError if the socket cannot be made."""
         self._on_message = on_message

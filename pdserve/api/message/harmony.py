@@ -87,12 +87,7 @@ class HarmonyParser(MessageReader):
     """Takes one answer apart. What it has reported of a text depends on the text alone."""
 
     def __init__(
-        self,
-        tools: Mapping[str, ToolSchema],
-        prompt: str,
-        *,
-        parallel: bool = True,
-        separates_reasoning: bool = True,
+        self, tools: Mapping[str, ToolSchema], prompt: str, *, parallel: bool = True, separates_reasoning: bool = True
     ) -> None:
         """``tools`` are the functions that may be called, by name. ``prompt`` is, or ends like, the answer's prompt.
 

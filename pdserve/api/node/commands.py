@@ -34,12 +34,7 @@ class CommandGate:
 
     def __init__(self, secret: bytes | Secrets, boot_id: BootId, clock: Callable[[], float] = time.time) -> None:
         self._opener: Opener[Command] = Opener(
-            secret,
-            Purpose.COMMAND,
-            cast("type[Command]", Command),
-            receiver=boot_id,
-            ordered=False,
-            clock=clock,
+            secret, Purpose.COMMAND, cast("type[Command]", Command), receiver=boot_id, ordered=False, clock=clock
         )
 
     def admit(self, header: str | None) -> Command:

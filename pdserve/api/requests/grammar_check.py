@@ -182,12 +182,7 @@ class GrammarCheck:
         )
 
     async def _fault(
-        self,
-        wanted: WantedGrammar,
-        tried: TriedGrammar,
-        parts: tuple[GrammarPart, ...],
-        deadline: float,
-        client: bytes,
+        self, wanted: WantedGrammar, tried: TriedGrammar, parts: tuple[GrammarPart, ...], deadline: float, client: bytes
     ) -> _Fault:
         """Returns why a grammar is refused that is made of ``parts``. It is cached if all were tried that had to be."""
         known = self._faults.get(wanted.trial)

@@ -38,8 +38,7 @@ MaybeEmpty: TypeAlias = Annotated[str, Meta(max_length=4_096)]
 Texts: TypeAlias = Annotated[list[NonEmpty], Meta(max_length=MAX_PARTS)]
 SomeTexts: TypeAlias = Annotated[list[NonEmpty], Meta(min_length=1, max_length=MAX_PARTS)]
 Triggers: TypeAlias = Annotated[
-    list[Annotated[str, Meta(min_length=1, max_length=MAX_TRIGGER_CHARS)]],
-    Meta(min_length=1, max_length=MAX_TRIGGERS),
+    list[Annotated[str, Meta(min_length=1, max_length=MAX_TRIGGER_CHARS)]], Meta(min_length=1, max_length=MAX_TRIGGERS)
 ]
 NoTexts: TypeAlias = Annotated[list[str], Meta(max_length=0)]
 Times: TypeAlias = Annotated[int, Meta(ge=0, le=1_000)]

@@ -16,12 +16,7 @@ from pdserve.api.dialects.messages_request import PromptRequest, chat_of_message
 from pdserve.api.node.commands import NodeCommands
 from pdserve.api.node.serving_node import ServingNode
 from pdserve.api.requests.chat_messages import render_chat
-from pdserve.api.requests.openai_request import (
-    BodyParser,
-    DetokenizeRequest,
-    TokenizeRequest,
-    TokenizerInfoRequest,
-)
+from pdserve.api.requests.openai_request import BodyParser, DetokenizeRequest, TokenizeRequest, TokenizerInfoRequest
 from pdserve.api.requests.preparing import Check
 from pdserve.api.requests.tokenizer import Tokenizer
 from pdserve.api.routes.completions import (

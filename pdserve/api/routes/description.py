@@ -61,10 +61,7 @@ _GET_STATUSES = (400, 401, 403, 404, 405, 408, 414, 431, 500, 503)
 
 def _completion(choice: str) -> dict[str, Any]:
     """Returns the schema of a complete completion."""
-    properties = {
-        "choices": {"type": "array", "items": _ref(choice)},
-        "usage": _ref("Usage"),
-    }
+    properties = {"choices": {"type": "array", "items": _ref(choice)}, "usage": _ref("Usage")}
     return {"allOf": [_ref("Envelope"), {"type": "object", "properties": properties}]}
 
 
@@ -94,10 +91,7 @@ def _post(
         "post": {
             "summary": summary,
             "requestBody": {"required": True, "content": {"application/json": {"schema": _ref(request)}}},
-            "responses": {
-                "200": {"description": "The answer.", "content": content},
-                **_errors(_STATUSES, form),
-            },
+            "responses": {"200": {"description": "The answer.", "content": content}, **_errors(_STATUSES, form)},
         }
     }
 
@@ -173,10 +167,7 @@ def _paths() -> dict[str, Any]:
         "The number of a prompt's tokens.", "PromptRequest", _ref("TokenCount"), streams=False, form="AnthropicError"
     )
     instances = {**_get("The nodes that are registered."), ONLY: "proxy"}
-    status = {
-        **_get("The nodes, the requests and what went wrong: what the page at / shows."),
-        ONLY: "proxy",
-    }
+    status = {**_get("The nodes, the requests and what went wrong: what the page at / shows."), ONLY: "proxy"}
     timeline = {**_get("What happened to a request, and when.", schema=_ref("Timeline")), ONLY: "proxy"}
     timeline["get"]["parameters"] = [{**place, "name": "request_id"}]
     timeline["get"]["responses"] |= _errors((429,), "OpenAiError")

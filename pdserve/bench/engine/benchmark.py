@@ -245,12 +245,7 @@ def _roofline_row(
         Figure("products : their limit", by_products / step_s, Unit.RATIO, Better.HIGHER),
         Figure("step : roofline", step_s / max(by_memory, by_products), Unit.RATIO, Better.LOWER),
     )
-    at: dict[str, int | str] = {
-        "model": bench.subject.name,
-        "phase": phase,
-        "requests": requests,
-        "tokens": tokens,
-    }
+    at: dict[str, int | str] = {"model": bench.subject.name, "phase": phase, "requests": requests, "tokens": tokens}
     return Row("roofline", at, figures)
 
 

@@ -135,10 +135,7 @@ class Steps:
 
     def blocks(self, block_size: int) -> int:
         """Returns the number of blocks that the largest step needs."""
-        return max(
-            max(self.batches) * -(-max(self.contexts) // block_size),
-            -(-max(self.chunks) // block_size),
-        )
+        return max(max(self.batches) * -(-max(self.contexts) // block_size), -(-max(self.chunks) // block_size))
 
 
 def open_subject(

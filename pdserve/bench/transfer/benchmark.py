@@ -290,11 +290,7 @@ def _summary(shape: CacheShape, blocks: int, fetches: list[_TimedFetch]) -> Move
 
 
 def run(
-    config: BenchTransferConfig,
-    folder: Path,
-    cores: tuple[int, int],
-    environ: Mapping[str, str],
-    cache_dir: Path,
+    config: BenchTransferConfig, folder: Path, cores: tuple[int, int], environ: Mapping[str, str], cache_dir: Path
 ) -> Report:
     """This process is the decode engine, pinned by the caller to ``cores[0]``; the prefill engine runs on ``cores[1]``.
 
@@ -389,12 +385,7 @@ def _decode_rows(
     for tokens_per_s in (bench.prefill_tokens_per_s, None):
         _say("decode steps, " + (f"{tokens_per_s:g} tok/s coming in" if tokens_per_s else "all that can come in"))
         times = while_receiving(
-            lambda: subject.runner.run(step_rows),
-            prefill,
-            shape,
-            setup,
-            bench.decode_s,
-            tokens_per_s,
+            lambda: subject.runner.run(step_rows), prefill, shape, setup, bench.decode_s, tokens_per_s
         )
         found.append(decode_row(subject.name, bench.decode_batch, tokens_per_s, times))
     _say("decode steps, blocks returning")

@@ -23,12 +23,7 @@ from pdserve.machine.memory import MIB, available_memory
 from pdserve.models.block_plan import BlockLoad, chosen_bytes, head_block_bytes
 from pdserve.models.checkpoint.config_reading import read_decoder_config
 from pdserve.models.checkpoint.decoder_config import DecoderConfig, FallbackConfig, FamilyConfig
-from pdserve.models.checkpoint.weight_form import (
-    draft_model_size,
-    gpu_weight_bytes,
-    model_size_of,
-    weight_bytes,
-)
+from pdserve.models.checkpoint.weight_form import draft_model_size, gpu_weight_bytes, model_size_of, weight_bytes
 from pdserve.models.latent_plan import choosing_bytes, expanded_bytes
 from pdserve.models.layer_groups import GroupSize, Load, group_blocks
 from pdserve.models.rank_cache import TORCH_DTYPES
@@ -77,11 +72,7 @@ _INNER_NUMBERS |= dict.fromkeys(SILU_BOUNDS.values(), 5)
 
 
 def workspace_bytes(
-    decoder: DecoderConfig,
-    scheduler: SchedulerConfig,
-    dtype: torch.dtype,
-    ranks: int,
-    block_bytes: int,
+    decoder: DecoderConfig, scheduler: SchedulerConfig, dtype: torch.dtype, ranks: int, block_bytes: int
 ) -> int:
     """Returns the bytes that stay free for computing. Recorded steps have memory of their own, which stays theirs.
 

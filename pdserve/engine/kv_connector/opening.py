@@ -88,13 +88,7 @@ def open_connector(
         return NoTransferConnector(blocks), ""
     transfer, returns = config.transfer, returns_blocks(config)
     memory = open_memory(
-        transfer,
-        Path(config.cache_dir),
-        spec.tp_size,
-        kv_cache,
-        shared,
-        loopback=on_loopback(config),
-        groups=groups,
+        transfer, Path(config.cache_dir), spec.tp_size, kv_cache, shared, loopback=on_loopback(config), groups=groups
     )
     order = BlockOrder(blocks.block_size, spec.groups)
     step = _step_on_its_cores(kv_cache)

@@ -186,11 +186,7 @@ class Placement:
         # Of two boots under one name, the newer one stays in the dictionary.
         nodes = {
             node.name: PrefillNodeStats(
-                node.name,
-                node.tokens_per_s or 0.0,
-                round(node.queued_tokens(now)),
-                node.overhead_s,
-                node.bytes_per_s,
+                node.name, node.tokens_per_s or 0.0, round(node.queued_tokens(now)), node.overhead_s, node.bytes_per_s
             )
             for node in self._nodes.values()
         }

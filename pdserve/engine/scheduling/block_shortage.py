@@ -51,8 +51,7 @@ class _Group:
     def reader(self) -> Request | None:
         """One of them that another node can go on with, if there is one: its client has a part of the answer."""
         return next(
-            (request for request in self.requests if request.terms.movable and request.num_generated_tokens),
-            None,
+            (request for request in self.requests if request.terms.movable and request.num_generated_tokens), None
         )
 
 

@@ -304,11 +304,7 @@ class Scheduler:
         return self._plan_running(prompts, plan, budget, ends)
 
     def postprocess(
-        self,
-        plan: BatchPlan,
-        sampled: Sequence[SampledToken | None],
-        now: float,
-        drafted: Drafted | None = None,
+        self, plan: BatchPlan, sampled: Sequence[SampledToken | None], now: float, drafted: Drafted | None = None
     ) -> list[Request]:
         """Takes the tokens of a computed step: ``sampled`` has one for each of the plan's ``sampled_requests``.
 

@@ -105,12 +105,7 @@ class PlannedMoves:
     """Moves the answers of one proxy process, so many at a time. The owner has to call ``close`` in the end."""
 
     def __init__(
-        self,
-        config: RelayConfig,
-        registry: RegistryView,
-        dispatch: Dispatch,
-        resumes: Resumes,
-        counts: RequestCounts,
+        self, config: RelayConfig, registry: RegistryView, dispatch: Dispatch, resumes: Resumes, counts: RequestCounts
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._registry = registry

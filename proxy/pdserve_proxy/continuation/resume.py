@@ -440,8 +440,7 @@ class Resumes:
         # Nodes of other kernels may round differently.
         for kernels in (node.kernels, None):
             query = msgspec.structs.replace(
-                stream.query,
-                kind=Kind(node.fingerprint, node.formats, node.capacity.max_model_len, kernels),
+                stream.query, kind=Kind(node.fingerprint, node.formats, node.capacity.max_model_len, kernels)
             )
             with suppress(Unavailable):
                 return self._dispatch.choose(stream.relayed, query, excluded)

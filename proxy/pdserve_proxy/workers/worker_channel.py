@@ -131,11 +131,7 @@ class WorkerChannel:
     """The owner of the channel: binds it when it is made, and closes it as a context manager."""
 
     def __init__(
-        self,
-        address: str,
-        registry: Registry,
-        metrics: ProxyMetrics,
-        store: ResponseStore | None = None,
+        self, address: str, registry: Registry, metrics: ProxyMetrics, store: ResponseStore | None = None
     ) -> None:
         """``store`` has the responses that are stored. Raises ConfigError if there is no room for the socket."""
         self._store = store
