@@ -11,7 +11,7 @@ import logging
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from pdserve.control.journal import JOURNALED_ANSWER, cut_move_lines, move_line
 from pdserve.errors import Gone, TooManyRequests, Unavailable
@@ -19,6 +19,9 @@ from pdserve.http.request import PIECE_BYTES, HttpRequest, Reply
 from pdserve.patience import PatientTimer
 from pdserve.wire.replay import REPLAY_HEADER, Replay, event_id_start
 from pdserve.wire.terms import AnswerIdentity, EventPlace, Keep
+
+if TYPE_CHECKING:
+    from pdserve.api.replay.replayable_answers import ReplayableAnswers
 
 log = logging.getLogger(__name__)
 
@@ -30,30 +33,6 @@ MAX_READERS = 8
 """The connections that may read one answer at once: each may have some of it that it has not taken yet."""
 
 _MOVE = b":move "
-
-
-class AnswerStore(Protocol):
-    """What stores the answers of a node, as far as one of them needs to know."""
-
-    @property
-    def share_bytes(self) -> int:
-        """The memory that one answer may take."""
-
-    @property
-    def overdrawn(self) -> bool:
-        """Whether answers take more memory than they may."""
-
-    def grew(self, answer: ReplayableAnswer, size: int) -> None:
-        """Counts ``size`` more bytes of ``answer``."""
-
-    def read(self, answer: ReplayableAnswer) -> None:
-        """Notes that somebody reads ``answer``."""
-
-    def left(self, answer: ReplayableAnswer) -> None:
-        """Notes that nobody reads ``answer`` any more."""
-
-    def discard(self, answer: ReplayableAnswer) -> None:
-        """Stores ``answer`` no longer. It goes on only while somebody reads it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -70,7 +49,7 @@ class ReplayableAnswer(Reply):
     """The log of one answer: what its producer writes, as a ``Reply``, and what readers get of it."""
 
     def __init__(
-        self, keep: Keep, answer: AnswerIdentity, label: str, path: str, client: bytes, store: AnswerStore
+        self, keep: Keep, answer: AnswerIdentity, label: str, path: str, client: bytes, store: ReplayableAnswers
     ) -> None:
         """``client`` stands for the one for whom it is computed."""
         self.keep = keep

@@ -121,6 +121,7 @@ class ReplayableAnswers:
     def __init__(self, limits: ReplayLimits) -> None:
         self._limits = limits
         self.share_bytes = limits.memory_bytes // SHARE
+        """The memory that one answer may take."""
         self.taken_bytes = 0
         self.replayed = 0
         """How many times a client has asked again and got the answer."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
@@ -16,11 +15,9 @@ from pdserve.models.checkpoint.config_reading import read_family_config
 from pdserve.models.checkpoint.decoder_config import DecoderConfig, FamilyConfig
 from pdserve.models.checkpoint.weights import block_formats, stays_in_blocks
 from pdserve.models.layer_groups import layer_groups
-from pdserve.models.rank_cache import RankCache
 from pdserve.models.runner import CudaGraphs, Graph, ModelRunner, StepRow
 from pdserve.wire.cache_groups import GroupBlocks, Keep
 from pdserve_kernels.contract import BlockFormat, BlockKernels, Kernels
-from pdserve_kernels.kv_layout import KvLayout
 
 
 def bounded_counts(config: DecoderConfig, num_blocks: int, requests: int) -> list[int]:
@@ -41,28 +38,13 @@ def other_tables(bounded: Sequence[GroupBlocks], blocks: range, request: int) ->
     return tables
 
 
-class Runner(Protocol):
-    """The part of ``models.runner.ModelRunner`` that is measured."""
-
-    @property
-    def layout(self) -> KvLayout: ...
-
-    @property
-    def kv_cache(self) -> torch.Tensor: ...
-
-    @property
-    def cache(self) -> RankCache: ...
-
-    def run(self, rows: Sequence[StepRow]) -> torch.Tensor: ...
-
-
 @dataclass(frozen=True, slots=True)
 class Subject:
     """One loaded model."""
 
     name: str
     config: FamilyConfig
-    runner: Runner
+    runner: ModelRunner
     kernels: Kernels
     """The kernel set that the runner computes with."""
     graphs: Callable[[], Graph] | None = None
