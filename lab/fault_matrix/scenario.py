@@ -235,6 +235,8 @@ class Scenario:
 
         def holder() -> Server | None:
             assert not client.refusals, client.refusals
+            # It would be held until its engine counts as one that hangs: another node is lost than that of the fault.
+            assert not self._stage.held("decode"), "the decode node has it computed by no prefill node"
             return next(iter(self._stage.held("prefill")), None)
 
         prefill = eventually(holder, "a prefill node computes it")

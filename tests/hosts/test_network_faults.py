@@ -158,6 +158,32 @@ def test_a_host_that_is_cut_off_is_dropped_and_comes_back(hosts: Hosts, referenc
     )
 
 
+def test_a_decode_host_that_comes_back_connects_to_the_prefill_node_before_its_next_prompt(
+    hosts: Hosts, reference: Reference
+) -> None:
+    """When the network works again, its engine tries no more by itself to reach the prefill node."""
+    logged = len(hosts.decode.process.lines)
+    with ThreadPoolExecutor(1) as pool:
+        body = {"model": MODEL, "prompt": prompt(64)}
+        lost = pool.submit(http, hosts.cluster.url + "/v1/completions", body)
+        to_decode(hosts).cut_after(IN_THE_MIDDLE)
+        assert to_decode(hosts).was_cut.wait(TIMEOUT_S)
+        for path in hosts.network.wire.around("decode"):
+            path.cut = True
+        assert lost.result(TIMEOUT_S).status == 502
+
+    def gave_up() -> bool:
+        return any("cannot be connected to" in line for line in hosts.decode.process.lines[logged:])
+
+    eventually(gave_up, "the decode node's engine gives the connection up")
+    hosts.network.wire.mend()
+    handshakes = hosts.decode.metric("kv_transfer_handshakes_total")
+    eventually(lambda: hosts.decode.metric("kv_transfer_handshakes_total") > handshakes, "it greets the prefill node")
+    remote = hosts.prefills("remote")
+    assert hosts.ask(65) == reference.answer(prompt(65))
+    eventually(lambda: hosts.prefills("remote") == remote + 1, "the prefill node computes the prompt")
+
+
 def test_cuts_leave_nothing_open(hosts: Hosts, reference: Reference) -> None:
     wanted = reference.answer(prompt(70))
 

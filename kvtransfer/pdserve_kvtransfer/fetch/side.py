@@ -42,7 +42,7 @@ class FetchSide:
         self._peers: dict[bytes, FetchPeer] = {}
         self._closing: list[FetchPeer] = []
         self._silent: dict[str, bytes] = {}
-        """The boot whose lease ran out last at each address."""
+        """The boot whose lease ran out last at each address, and that has not answered a greeting since."""
         self._no_offers_until: dict[str, float] = {}
         """Until when no peer is made for an offer to an address, because it did not answer the last one."""
         self._meeting: int | None = None
@@ -59,6 +59,8 @@ class FetchSide:
                 self._offer(command, now)
             case MeetPeers(number, targets):
                 self._meeting, self._to_meet = number, deque(targets)
+                for target in targets:
+                    self._forget_silence(target, now)
             case AcceptBlocks(transfer_id) | CancelFetch(transfer_id):
                 for peer in list(self._peers.values()):
                     if peer.has(transfer_id):
@@ -71,7 +73,7 @@ class FetchSide:
             if order.target.boot_id == self._engine.boot_id:
                 raise TransferError("an engine does not fetch from itself")
             peer = self._peers.get(order.target.boot_id) or self._peer_for(order.target, now)
-            if self._silent.get(peer.target.control) == peer.target.boot_id and not peer.welcomed:
+            if self._fell_silent(peer.target) and not peer.welcomed:
                 if peer.unanswered(now):
                     self._lose(peer, FailureKind.PEER_LOST, "it has not answered the greeting", now)
                     self._greet_again(order.target, now)
@@ -122,6 +124,20 @@ class FetchSide:
         if not self._to_meet and not self._unmet:
             self._engine.event_queue.put(PeersMet(number))
             self._meeting = None
+
+    def _forget_silence(self, target: PrefillTarget, now: float) -> None:
+        """Has a node that a proxy names greeted anew if it fell silent: orders wait for the answer as for a new node's.
+
+        If this host was cut off, the connection of the last greeting may not try again for seconds, or never.
+        """
+        peer = self._peers.get(target.boot_id)
+        if peer is not None and not peer.welcomed and self._fell_silent(target):
+            self._lose(peer, FailureKind.PEER_LOST, "it is greeted anew", now)
+        self._silent.pop(target.control, None)
+        self._no_offers_until.pop(target.control, None)
+
+    def _fell_silent(self, target: PrefillTarget) -> bool:
+        return self._silent.get(target.control) == target.boot_id
 
     def _may_meet(self, target: PrefillTarget, now: float) -> bool:
         """Returns whether a peer may be made for an offer, or before any order.
@@ -203,7 +219,9 @@ class FetchSide:
     def _lose(self, peer: FetchPeer, kind: FailureKind, reason: str, now: float) -> None:
         log.info("prefill node %s is lost: %s", peer.target.name, reason)
         del self._peers[peer.target.boot_id]
-        if not peer.welcomed:
+        if peer.welcomed:
+            self._silent.pop(peer.target.control, None)
+        else:
             self._no_offers_until[peer.target.control] = now + self._engine.settings.lease_s
         peer.end(kind, reason)
         if not peer.closed(now):

@@ -488,6 +488,7 @@ class Registration:
         """Takes how ``proxy`` sees the node; None if the node has forgotten that proxy."""
         self._news.set()
         registered = self._registered.setdefault(proxy, asyncio.Event())
+        anew = not registered.is_set()
         if view is not None and view.accepted:
             registered.set()
         else:
@@ -497,13 +498,17 @@ class Registration:
             self._views.pop(proxy, None)
         else:
             self._views[proxy] = view
-            self._meet_new()
+            self._meet_new(anew=anew and view.accepted)
             self._was_ready |= view.accepted and not self.connecting
 
-    def _meet_new(self) -> None:
-        """Has the node connect to those that proxies have named since the last call."""
-        to_meet = tuple({node.boot_id: node for view in self._views.values() for node in view.to_meet}.values())
-        if to_meet == self._to_meet:
+    def _meet_new(self, *, anew: bool) -> None:
+        """Has the node connect to those that its proxies name, if they are others than at the last call.
+
+        It also does if a proxy has taken it ``anew``: it may have been cut off, and not only from that proxy.
+        """
+        accepting = (view for view in self._views.values() if view.accepted)
+        to_meet = tuple({node.boot_id: node for view in accepting for node in view.to_meet}.values())
+        if to_meet == self._to_meet and not anew:
             return
         self._to_meet = to_meet
         if not to_meet:

@@ -15,7 +15,7 @@ from pdserve.errors import AuthenticationFailed, TransferError
 from pdserve.wire.rank import Direction
 from pdserve.wire.sampling_params import SampledToken
 from pdserve.wire.terms import PrefillTarget
-from pdserve.wire.transfer import Cancel, Failed, Hello, LinkAddress, Ping, Pong, Refused, Welcome
+from pdserve.wire.transfer import Cancel, Failed, Hello, LinkAddress, Ping, Pong, PrefillRequest, Refused, Welcome
 from pdserve_kvtransfer import rank_thread
 from pdserve_kvtransfer.events import (
     FailureKind,
@@ -105,6 +105,39 @@ def test_an_engine_that_fell_silent_is_greeted_again_and_again() -> None:
             with suppress(AuthenticationFailed):  # frames of connections that have ended
                 opened = stranger.opener.open_from(stranger.socket.recv_multipart()[1])
                 hellos += opened.named and isinstance(opened.message, Hello)
+
+
+def test_an_engine_that_fell_silent_is_greeted_anew_at_once_when_it_is_to_be_met() -> None:
+    """The last greeting may have been lost with the network, and its connection tries again only after seconds."""
+    with engine(config=replace(PATIENT, lease_ms=2000, heartbeat_ms=50)) as decode, FakePrefill() as stranger:
+        rig = Pair(decode, decode)
+        decode.thread.fetch(rig.order((5,), target=stranger.target))
+        stranger.next(Hello)
+        assert decode.next(FetchFailed).kind is FailureKind.LEASE_EXPIRED
+        stranger.next(Hello)  # the greeting that follows, which is not answered
+        decode.thread.meet(1, (stranger.target,))
+        decode.thread.fetch(rig.order((6,), target=stranger.target))
+        stranger.welcome_and_take()
+
+
+def test_an_engine_that_has_answered_since_its_silence_is_silent_no_more() -> None:
+    """A connection that breaks later costs the next fetch a handshake, and no failure."""
+    with engine(config=replace(PATIENT, lease_ms=2000, heartbeat_ms=50)) as decode, FakePrefill() as stranger:
+        rig = Pair(decode, decode)
+        decode.thread.fetch(rig.order((5,), target=stranger.target))
+        stranger.next(Hello)
+        assert decode.next(FetchFailed).kind is FailureKind.LEASE_EXPIRED
+        stranger.welcome()
+        decode.thread.fetch(rig.order((6,), target=stranger.target))
+        while not stranger.socket.poll(20):
+            if not decode.quiet():  # it had not read the answer yet
+                assert "silent" in decode.next(FetchFailed).reason
+                decode.thread.fetch(rig.order((6,), target=stranger.target))
+        stranger.next(PrefillRequest)
+        stranger.send(Refused(stranger.boot_id, "handshake", "none", "assumed"))
+        assert decode.next(FetchFailed).kind is FailureKind.PEER_LOST
+        decode.thread.fetch(rig.order((7,), target=stranger.target))
+        stranger.welcome_and_take()
 
 
 def test_a_greeting_that_is_never_answered_fails_though_pings_are() -> None:

@@ -346,6 +346,19 @@ async def test_nodes_are_told_at_once_whom_to_meet_and_one_that_hangs_keeps_none
         await eventually(lambda: not again.connecting, "its wait is bounded, too")
 
 
+async def test_a_node_that_a_proxy_takes_back_connects_again_to_those_that_it_had_met() -> None:
+    """Nobody else has changed, but the node may have been cut off from all of them, too."""
+    engine, decode = Meetings(), node_info("d0", Role.DECODE)
+    async with listening() as ear, registered(node_info("p0", Role.PREFILL), ear.control):
+        registration = Registration(decode, (ear.control,), SECRET, HEARTBEAT_MS, NodeLoad, meet=engine)
+        node = asyncio.create_task(registration.run())
+        await eventually(lambda: engine.met == [["p0"]], "the first connection")
+        ear.registry.handle(Deregister(decode.boot_id), now=0.0)
+        await eventually(lambda: ear.names() == ["p0", "d0"], "the new registration")
+        await eventually(lambda: engine.met == [["p0"], ["p0"]], "the new connection")
+        await cancelled(node)
+
+
 async def test_a_restarted_proxy_learns_its_nodes_again() -> None:
     async with listening() as first:
         port = first.port
