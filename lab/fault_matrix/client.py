@@ -52,6 +52,8 @@ class Client:
     tokens: list[int] = field(default_factory=list)
     heard_s: list[float] = field(default_factory=list)
     """When tokens have come, on the monotonic clock."""
+    event_ids: bool = True
+    """Whether it may ask again. The proxy chooses the node of such a request by its key, and of others in turn."""
     tries: int = 0
     over: bool = False
     refusals: list[Refusal] = field(default_factory=list)
@@ -113,8 +115,10 @@ class Client:
     def _ask(self, url: str) -> None:
         body = {"model": MODEL, "prompt": list(self.prompt), "max_tokens": NEW_TOKENS, "temperature": 0}
         options = {"seed": self.seed, "ignore_eos": True, "stream": True, "return_token_ids": True}
-        # With this header, events have ids, and a client can go on behind the last one that it has.
-        headers = {"content-type": "application/json", "last-event-id": self._last_id}
+        headers = {"content-type": "application/json"}
+        if self.event_ids:
+            # With this header, events have ids, and a client can go on behind the last one that it has.
+            headers["last-event-id"] = self._last_id
         patience_s = self.silence_s if self._impatient else OVER_S
         connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=patience_s)
         self._connection = connection

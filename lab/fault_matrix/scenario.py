@@ -163,7 +163,9 @@ class Scenario:
     def _hog(self, prompt: Sequence[int], proxy: int = 0) -> None:
         urls = [server.url for server in self._stage.proxies]
         asks_again = self._cell.promise is Promise.ASKS_AGAIN
-        self._hogs.append(Client(urls, prompt, SILENCE_S) if asks_again else Client([urls[proxy]], prompt))
+        # Otherwise the nodes take turns, so that two requests are at two nodes.
+        one = Client(urls, prompt, SILENCE_S) if asks_again else Client([urls[proxy]], prompt, event_ids=False)
+        self._hogs.append(one)
 
     def _under_way(self, server: Server) -> float:
         return self._stage.proxies[0].metric("proxy_node_requests_in_flight", node=server.name)
