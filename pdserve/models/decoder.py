@@ -147,7 +147,7 @@ class RecipeDecoder:
         checkpoint.unwrap(recipe.renamed, recipe.unread(drafts=drafts), recipe.unused_ends)
         draft = recipe.draft if drafts else None
         shape = (config.vocab_size, config.hidden_size)
-        self._embedding = VocabParallelEmbedding(building, recipe.embedding, shape)
+        self._embedding = VocabParallelEmbedding(building, recipe.embedding, shape, further=recipe.image_tokens)
         # The factor is rounded like the weights, because models are trained with the rounded one.
         self._embedding_scale = torch.tensor(recipe.embedding_scale, dtype=dtype).item()
         self._embedding_norm: LoadedNorm | None = None
@@ -477,7 +477,7 @@ def _layer(
     if mix is None or feed is None:
         part = mix if mix is not None else feed
         if part is None:
-            raise ModelError(f"the layer {prefix.rstrip('.')} has no part")
+            return _passed
         match recipe.order:
             case NormOrder.PRE:
                 (before,) = norms
@@ -847,6 +847,11 @@ class _Single:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         normed, residual = _normed(self.before, delta, residual)
         return _added(self.part(normed, step), self.after, self.scale), residual
+
+
+def _passed(residual: torch.Tensor, delta: torch.Tensor | None, step: Step) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """A layer without a part."""
+    return delta, residual
 
 
 @dataclass(frozen=True, slots=True)

@@ -1059,7 +1059,7 @@ class NgramRecipe:
 
 @dataclass(frozen=True, slots=True)
 class LayerRecipe:
-    """Attention, a mixer, or both beside each other, and then a feed-forward part; or only one of the two."""
+    """Attention, a mixer, or both beside each other, and then a feed-forward part; or one of the two, or nothing."""
 
     attention: AttentionRecipe | None
     feed_forward: FeedForwardRecipe | None
@@ -1150,6 +1150,8 @@ class ModelRecipe:
     tied: bool
     """Whether the head has the weights of the embedding."""
     embedding: str = "model.embed_tokens"
+    image_tokens: int = 0
+    """The rows that the embedding has behind those of the vocabulary, for tokens that are in no text."""
     embedding_scale: float = 1.0
     """What the embedding is multiplied by, in the numbers of the weights."""
     embedding_norm: Norm | None = None

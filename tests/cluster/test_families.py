@@ -55,7 +55,7 @@ and alone; layers of one part."""
 FILES = {"qwen3-5": "qwen35"}
 """The cases that are served from a GGUF file, and its architecture: value heads are in another order there."""
 SERVED = {tiny_families.CASES[case][0] for case in (*CASES, *FILES)}
-TEXT_PARTS = ("glm5-next", "hy4-vl")
+TEXT_PARTS = ("glm5-next", "hy4-vl", "mllama")
 """Text parts of composite models, of kinds that no family is."""
 EVERY = (
     *CASES,

@@ -162,10 +162,11 @@ _CLUSTERS = (
 def _tested(test: Any) -> dict[str, bool]:
     """Returns the cases that a test has as its parameters, and whether it has them in ``make test``."""
     found: dict[str, bool] = {}
+    at_night = any(mark.name == "nightly" for mark in test.pytestmark)
     for mark in test.pytestmark:
         for given in mark.args[1] if mark.name == "parametrize" else ():
             marks, values = (given.marks, given.values) if hasattr(given, "marks") else ((), (given,))
-            always = all(each.name != "nightly" for each in marks)
+            always = not at_night and all(each.name != "nightly" for each in marks)
             for value in values:
                 for given_case in (value,) if isinstance(value, str) else value:
                     found[given_case] = found.get(given_case, False) or always

@@ -42,7 +42,7 @@ from tests.models.tiny_families import (
     SLIDING,
     save_tiny,
 )
-from tests.tiny_models import SHAPE, WINDOW, random_prompt, reference_logits
+from tests.tiny_models import LLAMA3_ROPE, SHAPE, WINDOW, random_prompt, reference_logits
 
 M3_SPARSE = {"layer_types": ["minimax_m3_sparse"] * 60}
 VISION: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -89,6 +89,13 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         VISION
         | {"pixel_shuffle_ratio": 0.5, "projector_input_dim": 16, "projector_output_dim": 16}
         | {"vision_output_dim": 16},
+    ),
+    "mllama": (
+        "mllama",
+        SHAPE | {"num_hidden_layers": 6, "cross_attention_layers": [1, 4], "rope_parameters": LLAMA3_ROPE},
+        VISION
+        | {"vision_output_dim": 32, "attention_heads": 2, "num_global_layers": 1, "max_num_tiles": 1}
+        | {"supported_aspect_ratios": [[1, 1]], "intermediate_layers_indices": [0]},
     ),
     "llava": ("llava", SHAPE | {"model_type": "llama"}, CLIP),
     "llava-qwen3": ("llava", SHAPE | {"model_type": "qwen3"}, CLIP),
@@ -270,7 +277,7 @@ def test_every_logit_of_the_text_part_is_that_of_transformers(tmp_path: Path, ca
     assert_logits(folder, wanted)
 
 
-ALONE_HERE = ("glm5-next", "glm5-next-wide", "hy4-vl")
+ALONE_HERE = ("glm5-next", "glm5-next-wide", "hy4-vl", "mllama")
 """Text parts of kinds that no family is."""
 
 

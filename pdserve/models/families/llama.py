@@ -57,6 +57,34 @@ class LlamaSettings(FamilySettings, kw_only=True):
     models: ClassVar[str] = "Llama 2 and 3, SmolLM 2, Yi, DeepSeek R1's distilled Llamas"
 
 
+class MllamaTextSettings(LlamaSettings, kw_only=True):
+    """The text part of a Llama 3.2 Vision. A text passes by the layers that attend to images."""
+
+    models: ClassVar[str] = "Llama 3.2 Vision"
+    default_theta: ClassVar[float] = 500_000.0
+    vocab_size: Count = 128_256
+    intermediate_size: Count = 14_336
+    num_hidden_layers: Count = 40
+    num_key_value_heads: Count | None = 8
+    max_position_embeddings: Count = 131_072
+    rms_norm_eps: float = 1e-5
+    eos_token_id: int | list[int] | None = 128_001
+    cross_attention_layers: list[int] | None = None
+
+    def of_images(self) -> list[int]:
+        """Returns the layers that attend to images."""
+        given = range(3, 40, 5) if self.cross_attention_layers is None else self.cross_attention_layers
+        return sorted({*given} & {*range(self.num_hidden_layers)})
+
+    def layer(self, index: int) -> LayerRecipe:
+        return LayerRecipe(None, None, self.norm(), ()) if index in self.of_images() else super().layer(index)
+
+    def recipe(self) -> ModelRecipe:
+        recipe = super().recipe()
+        unused = tuple(f"{recipe.layer_prefix}{index}." for index in self.of_images())
+        return replace(recipe, unused=unused, image_tokens=8)
+
+
 class MistralSettings(FamilySettings, kw_only=True):
     """Every layer sees a window."""
 

@@ -17,17 +17,20 @@ from pdserve_kernels.contract import BlockWeight, Linear, UnreadWeight
 class VocabParallelEmbedding:
     """The embedding. Each rank holds the vectors of a part of the vocabulary."""
 
-    def __init__(self, building: Building, name: str, shape: tuple[int, int], part_name: str = "") -> None:
+    def __init__(
+        self, building: Building, name: str, shape: tuple[int, int], part_name: str = "", *, further: int = 0
+    ) -> None:
         """Takes the tensor ``name``, which has ``shape``, ``(vocab_size, hidden_size)``, as a whole.
 
-        With a ``part_name``, it may be several tensors, one behind the other, with their numbers in place of ``{}``.
+        ``further`` rows behind these are not read. With a ``part_name``, it may be several tensors, one behind the
+        other, with their numbers in place of ``{}``.
         """
         self._tp = building.tp
         self._part = vocab_share(self._tp, shape[0])
         if part_name and building.checkpoint.has(f"{part_name.replace('{}', '0')}.weight"):
             weight: UnreadWeight | BlockWeight = _of_parts(building, part_name, shape, self._part)
         else:
-            weight = building.weight(f"{name}.weight", shape, rows=self._part)
+            weight = building.weight(f"{name}.weight", (shape[0] + further, shape[1]), rows=self._part)
         self.key = weight.key
         self.table = building.table(weight)
 
