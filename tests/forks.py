@@ -1,14 +1,16 @@
 """Programs as forks of a process that has loaded their modules, which start in a small part of the time.
 
 ``python -m tests.forks SOCKET MODULES`` is that process. A program is started as any other, by a command: its process
-has the program run by a fork, with the same arguments, environment and standard streams, passes SIGTERM, SIGINT and
-SIGHUP on to it, and ends as the fork ends. When it is killed, so are the fork and all that the fork has started.
+has the program run by a fork, with the same arguments, environment and descriptors, passes SIGTERM, SIGINT and SIGHUP
+on to it, and ends as the fork ends. When it is killed, so are the fork and all that the fork has started.
 
-Other signals, and whatever asks for the process's memory or threads, do not reach the program.
+Other signals, and whatever asks for the process's memory or threads, do not reach the program: ``program_of`` returns
+the process that they are for.
 """
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import importlib
 import json
@@ -32,6 +34,7 @@ from tests.processes import clean_environ, running
 _LARGEST = 100_000
 _DESCRIPTORS = 1_000
 """More than the process with the modules ever has."""
+_MOST_PASSED = 16
 _LISTENS = "listens"
 _READS_ENVIRONMENT = {"huggingface_hub.constants"}
 """Modules that read the environment when they are loaded. A fork loads them again."""
@@ -44,8 +47,12 @@ connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
     signal.signal(number, lambda number, _: connection.send(bytes([number])))
 connection.connect(sys.argv[1])
-order = json.dumps({"argv": sys.argv[2:], "environ": dict(os.environ), "parent": os.getppid()}).encode()
-socket.send_fds(connection, [order], [0, 1, 2])
+numbers = [int(name) for name in os.listdir("/dev/fd") if os.path.lexists("/dev/fd/" + name)]
+numbers.remove(connection.fileno())
+order = {"argv": sys.argv[2:], "environ": dict(os.environ), "parent": os.getppid(), "descriptors": numbers}
+socket.send_fds(connection, [json.dumps(order).encode()], numbers)
+with open("/proc/self/comm", "wb", 0) as name:
+    name.write(connection.recv(100))
 status = json.loads(connection.recv(100) or "1")
 if status < 0:
     signal.signal(-status, signal.SIG_DFL)
@@ -65,13 +72,19 @@ class Forks:
         return [sys.executable, "-I", "-S", "-c", _CLIENT, self.socket, module, *args]
 
 
+def program_of(pid: int) -> int:
+    """Returns the fork that runs the program of this process, or ``pid`` if the process runs it itself."""
+    name = Path(f"/proc/{pid}/comm").read_text().strip()
+    return int(name) if name.isdecimal() else pid
+
+
 @contextmanager
-def forks_of(*modules: str) -> Iterator[Forks]:
-    """Yields a process that has loaded these modules."""
+def forks_of(*modules: str, **environ: str) -> Iterator[Forks]:
+    """Yields a process that has loaded these modules, with ``environ`` in its environment."""
     with TemporaryDirectory() as folder:
         path = str(Path(folder, "socket"))
         command = [sys.executable, "-m", __name__, path, *modules]
-        with running(command, clean_environ(**{PARENT_PID_ENV: str(os.getpid())})) as process:
+        with running(command, clean_environ(**{PARENT_PID_ENV: str(os.getpid()), **environ})) as process:
             process.wait_for(lambda line: line == _LISTENS)
             yield Forks(path)
 
@@ -101,15 +114,17 @@ class _Server:
 
     def _accept(self, listener: socket.socket) -> None:
         connection = listener.accept()[0]
-        data, descriptors, *_ = socket.recv_fds(connection, _LARGEST, 3)
+        data, descriptors, *_ = socket.recv_fds(connection, _LARGEST, _MOST_PASSED)
         if not data:
             connection.close()
             return
         order = json.loads(data)
         if not (pid := os.fork()):
-            _become(order["argv"], order["environ"], descriptors)
+            _become(order["argv"], order["environ"], dict(zip(order["descriptors"], descriptors, strict=True)))
         for descriptor in descriptors:
             os.close(descriptor)
+        with suppress(OSError):
+            connection.send(str(pid).encode())
         self._children[connection] = _Child(pid, order["parent"] if PARENT_PID_ENV in order["environ"] else 0)
         pidfd = os.pidfd_open(pid)
         self._selector.register(connection, selectors.EVENT_READ, self._signalled)
@@ -147,14 +162,22 @@ class _Server:
         connection.close()
 
 
-def _become(argv: Sequence[str], environ: dict[str, str], descriptors: Sequence[int]) -> NoReturn:
-    """Runs a program in this process, which is a fork, and ends it."""
+def _become(argv: Sequence[str], environ: dict[str, str], descriptors: dict[int, int]) -> NoReturn:
+    """Runs a program in this process, which is a fork, and ends it.
+
+    ``descriptors`` has those that the program is given: by its numbers, those that they have here.
+    """
     status = 1
     try:
         os.setsid()
-        for number, descriptor in enumerate(descriptors):
+        # A number of one may be what another one has here.
+        aside = {
+            number: fcntl.fcntl(descriptor, fcntl.F_DUPFD, _DESCRIPTORS) for number, descriptor in descriptors.items()
+        }
+        os.closerange(0, _DESCRIPTORS)
+        for number, descriptor in aside.items():
             os.dup2(descriptor, number)
-        os.closerange(3, _DESCRIPTORS)
+            os.close(descriptor)
         parent = {PARENT_PID_ENV: str(os.getppid())}
         die_with_parent(dict(parent))
         os.environ.clear()

@@ -137,15 +137,17 @@ def running(argv: Sequence[str], environ: Mapping[str, str]) -> Iterator[Process
 
 
 @contextmanager
-def pdserve(*argv: str, prefix: Sequence[str] = (), module: str = "", **environ: str) -> Iterator[Process]:
+def pdserve(
+    *argv: str, prefix: Sequence[str] = (), module: str = "", program: Sequence[str] = (), **environ: str
+) -> Iterator[Process]:
     """Runs ``pdserve <argv>`` with the tests' secret, and ends it at the end of the block or with this process.
 
     ``prefix`` is a command such as ``ip netns exec``, which replaces itself by the command that follows. ``module`` is
-    a program of the tests that takes the same arguments.
+    a program of the tests that takes the same arguments, and ``program`` is a whole command that does.
     """
     own = {"PDSERVE_SECRET": SECRET, PARENT_PID_ENV: str(os.getpid())}
-    program = ["-m", module] if module else ["-P", "-m", "pdserve"]
-    command = [*prefix, sys.executable, *program, *argv]
+    started = program or [sys.executable, *(["-m", module] if module else ["-P", "-m", "pdserve"])]
+    command = [*prefix, *started, *argv]
     with running(command, clean_environ(**{**own, **environ})) as process:
         yield process
 

@@ -37,5 +37,5 @@ def tiny_pair(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
     keys.write_text(KEYS)
     keyed, logs = ("--api-key-file", str(keys)), ("--log-level", "debug")
     others = (("--prefill-answers", "on"), keyed, keyed, (*keyed, "--share-prefixes", "all"))
-    with cluster(tiny_model, "--dtype", "fp32", *logs, proxy_flags=logs, others=others) as running:
+    with cluster(tiny_model, "--dtype", "fp32", *logs, proxy_flags=logs, others=others, forked=True) as running:
         yield running

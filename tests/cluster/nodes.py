@@ -22,6 +22,8 @@ from typing import Any, Protocol
 
 import pdserve
 from pdserve.serving import SettingValue
+from tests.cluster.forked_node import MODULE as FORKED_NODE
+from tests.cluster.forked_node import forks
 from tests.eventually import eventually
 from tests.processes import SECRET, Process, clean_environ, end_together
 from tests.processes import pdserve as command
@@ -257,16 +259,15 @@ def cluster(
     mixed: int = 0,
     proxy_flags: Sequence[str] = (),
     others: Sequence[Sequence[str]] = (),
+    forked: bool = False,
 ) -> Iterator[Cluster]:
     """Starts a cluster, waits until its proxies know every node, and stops it at the end of the block.
 
-    Each of ``others`` is the flags of a further proxy of the same nodes.
+    Each of ``others`` is the flags of a further proxy of the same nodes. All processes may be ``forked`` where a test
+    neither stops nor kills one, nor asks the system about it.
     """
     with ExitStack() as stack:
-        proxy, *more = (
-            stack.enter_context(command("proxy", "--port", "0", "--control-port", "0", "--store", *flags))
-            for flags in (proxy_flags, *others)
-        )
+        proxy, *more = (stack.enter_context(start_proxy(*flags, forked=forked)) for flags in (proxy_flags, *others))
         found, beside = proxy.listening(), [each.listening() for each in more]
         made = Cluster(found.url, proxy, found.control, [each.url for each in beside])
         joined = [word for each in beside for word in ("--proxy", each.control)]
@@ -275,7 +276,8 @@ def cluster(
             for i in range(count):
                 name = f"{role}-{i}"
                 flags = [*node_flags, *joined, *one_core(i)]
-                starting.append((role, name, stack.enter_context(start_node(role, name, model, made, *flags))))
+                started = stack.enter_context(start_node(role, name, model, made, *flags, forked=forked))
+                starting.append((role, name, started))
         for role, name, process in starting:
             node = Node(name, process, process.listening().url)
             (made.prefill if role == "prefill" else made.decode).append(node)
@@ -294,6 +296,14 @@ def one_core(index: int) -> tuple[str, str]:
 
 
 @contextmanager
+def start_proxy(*flags: str, forked: bool = False) -> Iterator[Process]:
+    """Starts a proxy at ports that the system chooses."""
+    program = forks().command("pdserve") if forked else ()
+    with command("proxy", "--port", "0", "--control-port", "0", "--store", *flags, program=program) as process:
+        yield process
+
+
+@contextmanager
 def start_node(
     role: str,
     name: str,
@@ -302,10 +312,13 @@ def start_node(
     *flags: str,
     prefix: Sequence[str] = (),
     module: str = "",
+    forked: bool = False,
 ) -> Iterator[Process]:
     """Starts a further node of a running cluster. By default, it has every prompt prefilled remotely."""
     defaults = {"--kv-cache-mib": "256", "--disaggregation": "always"}
     more = [word for flag, value in defaults.items() if flag not in flags for word in (flag, value)]
     of_cluster = ["--model", str(model), "--served-model-name", MODEL, "--proxy", cluster.control]
-    with command(role, "--name", name, *of_cluster, *more, *flags, prefix=prefix, module=module) as process:
+    program = forks().command(module or FORKED_NODE, forks().socket) if forked else ()
+    argv = (role, "--name", name, *of_cluster, *more, *flags)
+    with command(*argv, prefix=prefix, module=module, program=program) as process:
         yield process

@@ -12,6 +12,7 @@ from pathlib import Path
 from tests.cluster.nodes import Cluster, Node, cluster, http, one_core, start_node
 from tests.cluster.test_cluster import open_stream
 from tests.eventually import eventually
+from tests.faults.test_node_death import engine_pid
 from tests.tiny_models import Reference
 
 STREAMS = 3
@@ -39,19 +40,12 @@ def streams(running: Cluster) -> Iterator[None]:
     running.until_idle()
 
 
-def engine_pid(node: Node) -> int:
-    """Returns the process id of the engine, which is the only child of a node's API process."""
-    pid = node.process.pid
-    (child,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return int(child)
-
-
 def test_prompts_beside_streams_go_to_a_prefill_node_that_is_in_time(slow_tiny_model: Path) -> None:
     # A prefill node that is stopped while it fetches an answer's blocks would never be idle.
     flags = ("--disaggregation", "auto", "--kv-return", "off", "--target-ttft-ms", "600000")
     # The node whose engine is stopped stays, so that it is the decode node that has to do without it.
     stays = ("--engine-silence-ms", "600000")
-    with cluster(slow_tiny_model, *flags, *stays) as running, ThreadPoolExecutor(1) as pool:
+    with cluster(slow_tiny_model, *flags, *stays, forked=True) as running, ThreadPoolExecutor(1) as pool:
         decode, prefill = running.decode[0], running.prefill[0]
         eventually(lambda: http(running.url + "/ready").status == 200, "the nodes have met")
         for node in running.nodes:
@@ -83,7 +77,8 @@ def test_prompts_beside_streams_go_to_a_prefill_node_that_is_in_time(slow_tiny_m
                 eventually(lambda: decisions(decode, "local", "failed") == 1, "not again, streams or not")
             # Nothing but the bound ends the wait of a node that joins now.
             never = ("--transfer-lease-ms", "600000")
-            with start_node("decode", "late", slow_tiny_model, running, *flags, *never, *one_core(1)) as late:
+            more = (*flags, *never, *one_core(1))
+            with start_node("decode", "late", slow_tiny_model, running, *more, forked=True) as late:
                 url = late.listening().url
                 eventually(lambda: http(url + "/ready").status == 200, "it waits for no node that hangs")
                 assert http(running.url + "/ready").status == 200
@@ -98,7 +93,7 @@ def test_a_decode_node_computes_what_a_busy_prefill_node_cannot(tiny_model: Path
     prompts = [prompt(3 + number) for number in range(12)]
     reference = Reference(tiny_model, 4)
     flags = ("--disaggregation", "auto", "--dtype", "fp32", "--target-ttft-ms", "0.001")
-    with cluster(tiny_model, *flags) as running, ThreadPoolExecutor(len(prompts)) as pool:
+    with cluster(tiny_model, *flags, forked=True) as running, ThreadPoolExecutor(len(prompts)) as pool:
         (decode,) = running.decode
         running.complete(prompt(1), 2)
         answers = list(pool.map(lambda ids: running.complete(ids, 4, ignore_eos=True), prompts))

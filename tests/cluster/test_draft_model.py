@@ -23,7 +23,7 @@ def test_nobody_can_tell_that_another_model_drafts(demo_model: Path, tmp_path: P
     reference = Reference(model, MANY)
     wanted = [reference.answer(prompt) for prompt in PROMPTS]
     drafts = ("--draft-model", str(smaller), "--draft-tokens", "5")
-    with cluster(model, *FLAGS, *OFF, decode=0) as running, ExitStack() as stack:
+    with cluster(model, *FLAGS, *OFF, decode=0, forked=True) as running, ExitStack() as stack:
         mixed = Mixed(running, model, stack, wanted)
         plain = mixed.start("plain", *OFF)
         drafting = mixed.start("drafting", *drafts, "--tensor-parallel-size", "2")

@@ -21,7 +21,7 @@ FLAGS = ("--dtype", "bf16", "--kv-cache-mib", "64")
 
 @pytest.fixture(scope="module")
 def returning(slow_tiny_model: Path) -> Iterator[Cluster]:
-    with cluster(slow_tiny_model, *FLAGS, decode=2) as running:
+    with cluster(slow_tiny_model, *FLAGS, decode=2, forked=True) as running:
         yield running
 
 

@@ -24,6 +24,7 @@ from tests.attacks.insider import Office, header
 from tests.cluster import test_same_tokens as same
 from tests.cluster.nodes import MODEL, Cluster, Node, cluster, http
 from tests.eventually import eventually
+from tests.forks import program_of
 from tests.processes import SECRET
 
 TOKENS = 24
@@ -33,7 +34,7 @@ LENGTHS = [17, 129, 300]
 @pytest.fixture(scope="module")
 def three(tiny_model: Path) -> Iterator[Cluster]:
     """Yields a prefill and two decode nodes, which change their roles."""
-    with cluster(tiny_model, "--dtype", "fp32", "--kv-cache-mib", "64", decode=2) as running:
+    with cluster(tiny_model, "--dtype", "fp32", "--kv-cache-mib", "64", decode=2, forked=True) as running:
         yield running
 
 
@@ -121,11 +122,12 @@ def test_a_node_of_a_new_role_does_what_the_role_says(three: Cluster) -> None:
 def test_a_proxy_learns_the_present_role_when_a_node_comes_back(three: Cluster) -> None:
     assert command(three, "role", "decode-1", "prefill") == 0
     node = next(each for each in three.decode if each.name == "decode-1")
-    os.kill(node.process.pid, 19)
+    program = program_of(node.process.pid)
+    os.kill(program, 19)
     try:
         eventually(lambda: "decode-1" not in roles(three), "the stopped node is dropped")
     finally:
-        os.kill(node.process.pid, 18)
+        os.kill(program, 18)
     eventually(lambda: roles(three).get("decode-1") == "prefill", "it is back with the role that it had")
     assert command(three, "role", "decode-1", "decode") == 0
 

@@ -82,7 +82,7 @@ class Pair:
     def start(self, name: str, *flags: str) -> None:
         """Starts a decode node, and returns when the proxy knows it."""
         more = (*FLAGS, *flags, *one_core(len(self.nodes)))
-        started = start_node("decode", name, self.model, self.cluster, *more, module=drafting_node.MODULE)
+        started = start_node("decode", name, self.model, self.cluster, *more, module=drafting_node.MODULE, forked=True)
         process = self.stack.enter_context(started)
         self.nodes[name] = Node(name, process, process.listening().url)
         self.cluster.decode[:] = self.nodes.values()
@@ -164,7 +164,7 @@ def check(clients: Mapping[str, Client], wanted: Mapping[str, Answer]) -> None:
 
 @pytest.mark.timeout(600)
 def test_nobody_can_tell_which_node_has_drafted(slow_tiny_model: Path) -> None:
-    with cluster(slow_tiny_model, *FLAGS, *DRAFTS, decode=0) as running, ExitStack() as stack:
+    with cluster(slow_tiny_model, *FLAGS, *DRAFTS, decode=0, forked=True) as running, ExitStack() as stack:
         pair = Pair(running, slow_tiny_model, stack)
         pair.start("plain", *OFF)
         common = {"model": MODEL, "prompt": LIST, "max_tokens": TOKENS, "ignore_eos": True}

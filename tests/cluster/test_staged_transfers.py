@@ -50,7 +50,7 @@ def wanted(model: Path, prompts: list[list[int]]) -> list[list[int]]:
 
 def test_transfers_through_little_host_memory_give_the_reference_tokens(model: Path) -> None:
     prompts = [prompt(length, number) for number in range(ROUNDS) for length in LENGTHS]
-    with cluster(model, *FLAGS, "--kv-staging-mib", "1") as made, ThreadPoolExecutor(len(prompts)) as pool:
+    with cluster(model, *FLAGS, "--kv-staging-mib", "1", forked=True) as made, ThreadPoolExecutor(len(prompts)) as pool:
         (decode,) = made.decode
         answers = pool.map(lambda ids: made.complete(ids, NEW_TOKENS, ignore_eos=True), prompts)
         assert list(answers) == wanted(model, prompts)

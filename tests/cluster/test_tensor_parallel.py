@@ -10,9 +10,9 @@ from typing import TypeAlias
 import pytest
 
 from pdserve_kvtransfer.pieces import head_map
-from tests.cluster.nodes import Cluster, Node, http, start_node
+from tests.cluster.nodes import Cluster, Node, http, start_node, start_proxy
 from tests.eventually import eventually
-from tests.processes import Process, end_together, pdserve
+from tests.processes import Process, end_together
 from tests.tiny_models import Reference, random_prompt, save_tiny_chat_model
 
 HEADS, KV_HEADS = 4, 2
@@ -53,7 +53,7 @@ Pair: TypeAlias = tuple[Ranks, Ranks]
 def clusters(model: Path, pairs: Sequence[Pair]) -> Iterator[dict[Pair, Cluster]]:
     """Yields a cluster with its own proxy for each pair. Pairs share nodes, which register with several proxies."""
     with ExitStack() as stack:
-        proxies = [stack.enter_context(pdserve("proxy", "--port", "0", "--control-port", "0")) for _ in pairs]
+        proxies = [stack.enter_context(start_proxy(forked=True)) for _ in pairs]
         made = {}
         for pair, proxy in zip(pairs, proxies, strict=True):
             found = proxy.listening()
@@ -64,7 +64,8 @@ def clusters(model: Path, pairs: Sequence[Pair]) -> Iterator[dict[Pair, Cluster]
                 joined = [made[pair] for pair in pairs if pair[side] == (ranks, more)]
                 others = [flag for cluster in joined[1:] for flag in ("--proxy", cluster.control)]
                 flags = (*FLAGS, *more, "--tensor-parallel-size", str(ranks), *others)
-                process = stack.enter_context(start_node(role, f"{role}-of-{ranks}", model, joined[0], *flags))
+                started = start_node(role, f"{role}-of-{ranks}", model, joined[0], *flags, forked=True)
+                process = stack.enter_context(started)
                 starting.append((process, [[cluster.prefill, cluster.decode][side] for cluster in joined]))
         for process, places in starting:
             for place in places:

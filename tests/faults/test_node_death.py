@@ -15,6 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.cluster.nodes import EARLY_LOSS, MODEL, Cluster, Node, cluster, http, one_core, start_node
 from tests.eventually import eventually
+from tests.forks import program_of
 from tests.processes import alive
 from tests.tiny_models import Reference
 
@@ -100,9 +101,9 @@ def prefilling(broken: Cluster) -> Iterator[Future[list[int]]]:
 
 def engine_pid(node: Node) -> int:
     """Returns the process id of the engine, which is the only child of a node's API process."""
-    pid = node.process.pid
+    pid = program_of(node.process.pid)
     (child,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return int(child)
+    return program_of(int(child))
 
 
 def kill(node: Node) -> None:
