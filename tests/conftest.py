@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
+import shlex
 import signal
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 from xdist.scheduler import LoadScopeScheduling
@@ -16,6 +20,7 @@ from xdist.workermanage import WorkerController
 from pdserve.config import CpuKernels
 from pdserve.settings import cache_folder
 from tests.examples import load_profiles
+from tests.forks import forks_of
 from tests.once import made_once
 
 load_profiles()
@@ -34,6 +39,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # No test asks a hub of models beyond this machine. Those with a hub of their own say so to their processes.
 os.environ["HF_HUB_OFFLINE"] = "1"
+
+LIBRARIES = (
+    *("hypothesis", "matplotlib.pyplot", "openai"),
+    *("pdserve.api.node.server", "pdserve.engine.assembly", "pdserve_proxy.server", "tests.tiny_models"),
+)
+"""What the processes of ``pytest -n`` have from the beginning. They import what is left of these and all others."""
 
 VOCABULARY = 4_096
 """The first tokens of the demo model, of which texts become half as many again as of all 49,152."""
@@ -76,6 +87,9 @@ def pytest_configure(config: pytest.Config) -> None:
     gc.disable()
     # Otherwise extension modules report their objects as leaked when Python ends.
     config.add_cleanup(gc.unfreeze)
+    # A process of ``pytest -n`` has sent its results by then. Python would spend two seconds on forgetting its modules.
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        atexit.register(os._exit, 0)
     # A shell has SIGINT ignored in what it starts in the background, and so would all programs be that tests start.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -105,6 +119,18 @@ class ByModule(LoadScopeScheduling):  # type: ignore[misc]
         if node.gateway.id not in ("gw0", "gw2"):
             self.workqueue.move_to_end(next(reversed(self.workqueue)), last=False)
         super()._assign_work_unit(node)
+
+
+def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
+    """Has the processes of ``pytest -n`` begin as forks of one that has loaded the libraries.
+
+    Each process imports all test modules, and the libraries take half of the nine seconds that this takes.
+    """
+    stack = ExitStack()
+    config.add_cleanup(stack.close)
+    started = stack.enter_context(forks_of(*LIBRARIES, OMP_NUM_THREADS="1"))
+    for spec in specs:
+        spec.python = shlex.join(started.command("tests.pytest_process"))
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Callable[..., object]) -> ByModule:

@@ -1,7 +1,8 @@
 """Processes of a cluster as forks of one that has loaded their modules: ``tests.forks`` starts them.
 
 A node that starts by itself takes two seconds of a core, most of them to load modules. The shared clusters of
-``pdserve.serve`` and all tests of faults, of hosts and of the command line start processes as users do.
+``pdserve.serve``, those of models with latents, experts or states, and all tests of faults, of hosts and of the command
+line start processes as users do: what a start needs is not there already.
 ``python -m tests.cluster.forked_node SOCKET ROLE FLAGS`` is a node whose engine is such a fork, too.
 """
 
