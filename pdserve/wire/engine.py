@@ -185,12 +185,13 @@ class PrefillStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     decisions: tuple[PrefillDecisions, ...] = ()
     """The decisions since the engine's start."""
     nodes: tuple[PrefillNodeStats, ...] = ()
-    tokens_per_s: float = 0.0
-    """The prompt tokens a second that this node computes; 0 before its first prompt."""
-    decode_step_s: float = 0.0
-    last_local_s: float = 0.0
-    """The time that the prompt which was compared last would have taken to its first token on this node."""
-    last_remote_s: float = 0.0
+    tokens_per_s: Annotated[float, gauge("prefill_local_tokens_per_second", "rate of prompts on this node")] = 0.0
+    """0 before its first prompt."""
+    decode_step_s: Annotated[float, gauge("prefill_decode_step_seconds", "a step without prompts")] = 0.0
+    last_local_s: Annotated[
+        float, gauge("placement_last_local_seconds", "to the first token, of the prompt last compared")
+    ] = 0.0
+    last_remote_s: Annotated[float, gauge("placement_last_remote_seconds", "the same, by a prefill node")] = 0.0
 
 
 STEP_TOKEN_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
@@ -200,20 +201,18 @@ STEP_TOKEN_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16
 class StepStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What an engine's steps take, and how those that *share* prompts' tokens with requests that decode kept time."""
 
-    shared: int = 0
-    """The steps that have computed chunks of prompts beside requests that decode."""
-    shared_prompt_tokens: int = 0
-    shared_late: int = 0
-    """Those that took longer than the ITL target."""
+    shared: Annotated[int, counter("shared_steps", "with chunks of prompts beside requests that decode")] = 0
+    shared_prompt_tokens: Annotated[int, counter("shared_steps_prompt_tokens", "in the chunks of those steps")] = 0
+    shared_late: Annotated[int, counter("shared_steps_late", "of those, the ones that took longer than the target")] = 0
     num_tokens: tuple[int, ...] = (0,) * (len(STEP_TOKEN_BOUNDS) + 1)
     """The number of steps by their tokens, of prompts and answers: one for each of the bounds, and one for above."""
     tokens: int = 0
-    computed_prompt_tokens: int = 0
-    """The tokens of prompts that this engine has computed, for itself and for others."""
-    itl_target_s: float = 0.0
-    """The target in force when requests decoded last; 0 if there was none."""
-    parts: dict[str, float] = {}
-    """The seconds that each part of a step is estimated to take."""
+    computed_prompt_tokens: Annotated[
+        int, counter("prompt_tokens_computed", "tokens of prompts that were computed here, for this node or others")
+    ] = 0
+    itl_target_s: Annotated[float, gauge("itl_target_seconds", "of the steps that decode, 0 without a target")] = 0.0
+    """The target in force when requests decoded last."""
+    parts: Annotated[dict[str, float], gauge("step_part_seconds", "estimated, of each part of a step", "part")] = {}
 
 
 class RequestReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -283,12 +282,10 @@ class EngineStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     prefills_failed: Annotated[
         dict[str, int], counter("prefills_failed", "prompts ordered from prefill nodes in vain, by why", "reason")
     ] = {}
-    """The prompts that prefill nodes were asked for in vain, for each reason."""
     transfer: TransferCounts = msgspec.field(default_factory=TransferCounts)
     transfer_failures: Annotated[
         dict[str, int], counter("kv_transfer_failures", "transfers that failed", "reason")
     ] = {}
-    """The number of failures for each reason."""
     returns: ReturnCounts = msgspec.field(default_factory=ReturnCounts)
     clock_skew_s: Annotated[float, gauge("kv_transfer_clock_skew_seconds", "that another engine's clock is behind")] = (
         0.0

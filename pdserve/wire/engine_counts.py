@@ -1,7 +1,7 @@
 """What an engine counts, each number with the metric that shows it.
 
 A new count is one line here, and the line that counts: who counts adds to the struct's field, and the API process shows
-all fields that have a metric (``api.node.engine_metrics``).
+all fields that have a metric (``api.node.node_metrics``).
 """
 
 from __future__ import annotations
@@ -58,7 +58,6 @@ class QueueStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """The submitted requests without a place in the batch, including answers that wait for their prompt."""
     waiting_for_remote: Annotated[int, gauge("num_requests_waiting_for_remote_kvs", "prompt computed elsewhere")] = 0
     pushing: Annotated[int, gauge("num_prompts_pushing", "of other nodes, whose KV blocks are not all sent")] = 0
-    """The prompts of other nodes that are computed, and whose blocks are not all sent."""
     queue_s: Annotated[float, gauge("prompt_queue_seconds", "that a prompt waits which comes now, estimated")] = 0.0
     """The time that a prompt which came now would wait: estimated, or how long the oldest one waits already."""
 
@@ -71,7 +70,6 @@ class CacheStats(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     """The blocks that can be taken now, idle ones of the prefix cache among them."""
     quarantined_blocks: Annotated[int, gauge("quarantined_blocks", "KV blocks held until a receive completes")] = 0
     cached_blocks: Annotated[int, gauge("cached_blocks", "KV blocks in the prefix cache, in use or idle")] = 0
-    """The blocks that the prefix cache can find, in use or idle."""
     group_blocks: Annotated[
         dict[str, int], gauge("cache_group_blocks", "blocks of a cache group that is no whole contexts", "group")
     ] = msgspec.field(default_factory=dict)
@@ -107,15 +105,12 @@ class SchedulerCounts(Counts):
     ] = 0
     """The tokens of all admitted prompts."""
     prefix_cache_hits: Annotated[int, counter("prefix_cache_hits", "prompt tokens found in the prefix cache")] = 0
-    """The tokens of admitted prompts that were in the prefix cache."""
     resume_blocks_wanted: Annotated[
         int, counter("resume_blocks_wanted", "full KV blocks of resumed answers and their prompts")
     ] = 0
-    """The full blocks of resumed answers and their prompts."""
     resume_blocks_reused: Annotated[
         int, counter("resume_blocks_reused", "those of them that were here or came from a holder")
     ] = 0
-    """Those of them that were in the prefix cache or came from a holder."""
 
 
 class TransferCounts(Counts):

@@ -154,17 +154,12 @@ def _derived(stats: EngineStats) -> Iterable[Metric]:
     sources.add_metric(["local_cache_hit"], cached)
     sources.add_metric(["external_kv_transfer"], transferred)
     yield sources
-    yield _counter(
-        "prompt_tokens_computed",
-        "tokens of prompts that were computed here, for this node or others",
-        stats.step.computed_prompt_tokens,
-    )
     fallbacks = stats.prefills.get(PrefillSource.FALLBACK.value, 0)
     yield _counter("fallbacks", "prompts computed here because a prefill node failed", fallbacks)
 
 
 def _prefill(stats: PrefillStats) -> Iterable[Metric]:
-    """Yields what the choice between local and remote prefill goes by."""
+    """Yields the choices between local and remote prefill, and what is known of each prefill node."""
     decisions = CounterMetricFamily(
         "pdserve_placement", "prompts, by where they went and why", labels=["source", "reason"]
     )
@@ -173,10 +168,6 @@ def _prefill(stats: PrefillStats) -> Iterable[Metric]:
     for (source, reason), count in made.items():
         decisions.add_metric([source.value, reason.value], count)
     yield decisions
-    yield _gauge("prefill_local_tokens_per_second", "rate of prompts on this node", stats.tokens_per_s)
-    yield _gauge("prefill_decode_step_seconds", "a step without prompts", stats.decode_step_s)
-    yield _gauge("placement_last_local_seconds", "to the first token, of the prompt last compared", stats.last_local_s)
-    yield _gauge("placement_last_remote_seconds", "the same, by a prefill node", stats.last_remote_s)
     gauges: dict[str, tuple[str, Callable[[PrefillNodeStats], float]]] = {
         "remote_tokens_per_second": ("rate of prompts on a prefill node", lambda node: node.tokens_per_s),
         "remote_queued_tokens": ("of prompts before a prefill node", lambda node: node.queued_tokens),
@@ -191,19 +182,11 @@ def _prefill(stats: PrefillStats) -> Iterable[Metric]:
 
 
 def _steps(stats: StepStats) -> Iterable[Metric]:
-    """Yields what steps take, and how often those with prompts beside streams met their target."""
+    """Yields how many tokens the steps had."""
     steps = HistogramMetricFamily("pdserve_iteration_tokens", "tokens of a step, of prompts and answers")
     bounds = [*map(floatToGoString, STEP_TOKEN_BOUNDS), "+Inf"]
     steps.add_metric([], list(zip(bounds, accumulate(stats.num_tokens), strict=True)), stats.tokens)
     yield steps
-    yield _gauge("itl_target_seconds", "of the steps that decode, 0 without a target", stats.itl_target_s)
-    yield _counter("shared_steps", "with chunks of prompts beside requests that decode", stats.shared)
-    yield _counter("shared_steps_prompt_tokens", "in the chunks of those steps", stats.shared_prompt_tokens)
-    yield _counter("shared_steps_late", "of those, the ones that took longer than the target", stats.shared_late)
-    parts = GaugeMetricFamily("pdserve_step_part_seconds", "estimated, of each part of a step", labels=["part"])
-    for name, seconds in stats.parts.items():
-        parts.add_metric([name], seconds)
-    yield parts
 
 
 def _gauge(name: str, help: str, value: float) -> GaugeMetricFamily:
