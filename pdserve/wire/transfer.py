@@ -160,15 +160,21 @@ class Refused(msgspec.Struct, frozen=True, tag_field="kind", tag="refused"):
     theirs: str
 
 
-class PrefillRequest(
-    msgspec.Struct,
-    frozen=True,
-    forbid_unknown_fields=True,
-    omit_defaults=True,
-    tag_field="kind",
-    tag="prefill",
-    kw_only=True,
+class _BlocksRequest(
+    msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, tag_field="kind", kw_only=True
 ):
+    """What every request for blocks says."""
+
+    transfer_id: TransferId
+    tag: TransferTag
+    deadline_s: Annotated[float, msgspec.Meta(gt=0)]
+    digests: bool = True
+    """Whether the asker checks blocks, and so needs ``Digests``."""
+    paced: bool = False
+    """Whether each block needs an ``Accept`` before it is sent: the asker has few free staging blocks."""
+
+
+class PrefillRequest(_BlocksRequest, frozen=True, tag="prefill", kw_only=True):
     """Asks to compute a prompt's KV cache and push its blocks from ``first_block`` on.
 
     The prompt has ``ceil(len(token_ids) / block_size)`` blocks in all. For a model with cache groups the wanted blocks
@@ -178,20 +184,13 @@ class PrefillRequest(
     receiver alone decides where an index lands.
     """
 
-    transfer_id: TransferId
-    tag: TransferTag
     token_ids: list[int]
     first_block: Annotated[int, msgspec.Meta(ge=0)]
     sampling: SamplingParams
-    deadline_s: Annotated[float, msgspec.Meta(gt=0)]
     child_seeds: tuple[Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)], ...] = msgspec.field(
         default=(), name="sibling_seeds"
     )
     """Seeds of further answers to this prompt: a first token is sampled for each."""
-    digests: bool = True
-    """Whether the decode node checks blocks, and so needs ``Digests``."""
-    paced: bool = False
-    """Whether each block needs an ``Accept`` before it is sent: the decode node has few free staging blocks."""
     terms: PromptTerms = NO_PROMPT_TERMS
 
     @property
@@ -199,29 +198,14 @@ class PrefillRequest(
         return self.terms.request_id
 
 
-class CachedRequest(
-    msgspec.Struct,
-    frozen=True,
-    forbid_unknown_fields=True,
-    omit_defaults=True,
-    tag_field="kind",
-    tag="cached",
-    kw_only=True,
-):
+class CachedRequest(_BlocksRequest, frozen=True, tag="cached", kw_only=True):
     """Asks for the blocks with these hashes, as far as the receiver's prefix cache has them from the first one on.
 
     Nothing is computed. The block of ``hashes[i]`` has the number i among the blocks of the transfer. For a model with
     cache groups those are the ``moved_blocks`` of a context of ``len(hashes)`` blocks.
     """
 
-    transfer_id: TransferId
-    tag: TransferTag
     hashes: BlockHashes
-    deadline_s: Annotated[float, msgspec.Meta(gt=0)]
-    digests: bool = True
-    """Whether the asker checks blocks, and so needs ``Digests``."""
-    paced: bool = False
-    """Whether each block needs an ``Accept`` before it is sent."""
     request_id: RequestId = ""
     """The request's ``x-request-id``, for the receiver's log; empty if it is not known."""
 
