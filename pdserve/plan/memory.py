@@ -6,6 +6,7 @@ The numbers are those by which an engine makes its cache (``models.group_sizes``
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -85,14 +86,7 @@ def least_mib(sizes: Sequence[GroupSize], block_size: int, load: Load) -> int:
         enough *= 2
         if enough > _MOST_MIB:
             raise PlanError(f"no KV cache holds {load.requests} contexts of {load.context:,} tokens at once")
-    too_few = enough // 2
-    while enough - too_few > 1:
-        middle = (too_few + enough) // 2
-        if holds(middle):
-            enough = middle
-        else:
-            too_few = middle
-    return enough
+    return bisect_left(range(enough), True, enough // 2 + 1, key=holds)
 
 
 def requests_at_once(sizes: Sequence[GroupSize], blocks: Sequence[int], block_size: int, load: Load) -> int:
