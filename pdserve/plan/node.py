@@ -10,16 +10,16 @@ import heapq
 import itertools
 import math
 import random
-from collections import Counter, deque
+from collections import deque
 from dataclasses import dataclass, field
 
 from pdserve.config import Disaggregation, SchedulerConfig, TargetsConfig, TransferConfig
-from pdserve.engine.placement.latency_targets import LatencyTargets
+from pdserve.engine.placement.latency_targets import NONE_OWN, LatencyTargets
 from pdserve.engine.placement.placement import Placement
 from pdserve.engine.placement.placement_rule import PlacementDecision, PromptSize
 from pdserve.engine.placement.prefill_node import PrefillNode
 from pdserve.engine.placement.step_cost import StepCost, StepParts
-from pdserve.engine.scheduling.batch_admission import LEAST_KEPT, MAX_TRIED
+from pdserve.engine.scheduling.batch_admission import LEAST_KEPT, MAX_TRIED, Ahead
 from pdserve.engine.scheduling.batch_plan import chunk_tokens
 from pdserve.engine.scheduling.step_budget import StepBudget
 from pdserve.plan.load import Answer
@@ -188,15 +188,6 @@ class NodeStep:
     def prompt_context(self) -> float:
         tokens = self.prompt_tokens
         return sum(prompt.done * tokens for prompt, tokens in self.chunks) / tokens if tokens else 0.0
-
-
-@dataclass(slots=True)
-class _Ahead:
-    """What a prompt finds before it, as in ``engine.scheduling.batch_admission``."""
-
-    queued: int
-    leaving: Counter[BootId] = field(default_factory=Counter)
-    held: set[BootId] = field(default_factory=set)
 
 
 @functools.lru_cache(maxsize=4)
@@ -385,7 +376,7 @@ class SimulatedNode:
         kept = (budget.for_prompt() + 1) // 2
         if kept < LEAST_KEPT:
             return
-        ahead = _Ahead(0)
+        ahead = self._ahead(0)
         for prompt in list(itertools.islice(self.waiting, MAX_TRIED)):
             if not self._has_place or budget.for_prompt() <= kept:
                 return
@@ -403,7 +394,7 @@ class SimulatedNode:
             self._chunk(prompt, budget, chunks)
 
     def _admit(self, now: float, budget: StepBudget, chunks: list[tuple[PendingPrompt, int]]) -> None:
-        ahead = _Ahead(sum(prompt.left for prompt in self.computing))
+        ahead = self._ahead(sum(prompt.left for prompt in self.computing))
         passed: list[PendingPrompt] = []
         while self.waiting and self._has_place and len(passed) < MAX_TRIED:
             prompt = self.waiting.popleft()
@@ -433,29 +424,23 @@ class SimulatedNode:
             self._chunk(prompt, budget, chunks)
         self.waiting.extendleft(reversed(passed))
 
-    def _place(self, prompt: PendingPrompt, to: PrefillNodeAt, ahead: _Ahead, now: float) -> PlacementDecision:
+    def _ahead(self, queued: int) -> Ahead:
+        return Ahead(queued, self.decoding.rows, self.decoding.context_tokens, NONE_OWN)
+
+    def _place(self, prompt: PendingPrompt, to: PrefillNodeAt, ahead: Ahead, now: float) -> PlacementDecision:
         boot_id = to.target.boot_id
         size = PromptSize(
             prompt.left,
             0,
             ahead.queued,
             self.running + self.remote,
-            rows=self.decoding.rows,
-            context_tokens=self.decoding.context_tokens,
+            rows=ahead.rows,
+            context_tokens=ahead.context_tokens,
             leaving_tokens=ahead.leaving[boot_id],
             waited_s=now - prompt.arrived,
             may_wait=bool(self.running),
         )
-        decision = self.placement.decide(size, to.target, now)
-        if decision.remote and size.may_wait and boot_id in ahead.held:
-            decision = PlacementDecision(None, decision.reason)
-        if decision.waits:
-            ahead.held.add(boot_id)
-        if decision.remote or decision.waits:
-            ahead.leaving[boot_id] += prompt.left
-        else:
-            ahead.queued += prompt.left
-        return decision
+        return ahead.noted(self.placement.decide(size, to.target, now), size, boot_id)
 
     def _order(self, prompt: PendingPrompt, to: PrefillNodeAt, now: float) -> None:
         needed_s = self.placement.needed_s(to.target, prompt.left, 0, now)

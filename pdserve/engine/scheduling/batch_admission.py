@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class _Ahead:
+class Ahead:
     """The tokens that a prompt finds before it, as one search through the waiting requests has met them."""
 
     queued: int
@@ -47,6 +47,18 @@ class _Ahead:
     """The tokens of prompts that go to each prefill node and have not left this one yet."""
     held: set[BootId] = field(default_factory=set)
     """The prefill nodes for which a prompt waits: none that comes after it goes there before it."""
+
+    def noted(self, decision: PlacementDecision, prompt: PromptSize, boot_id: BootId) -> PlacementDecision:
+        """Returns what comes of a decision about the next prompt and this prefill node, and notes it."""
+        if decision.remote and prompt.may_wait and boot_id in self.held:
+            decision = PlacementDecision(None, decision.reason)
+        if decision.waits:
+            self.held.add(boot_id)
+        if decision.remote or decision.waits:
+            self.leaving[boot_id] += prompt.missing_tokens
+        else:
+            self.queued += prompt.missing_tokens
+        return decision
 
 
 class BatchAdmission:
@@ -313,10 +325,10 @@ class BatchAdmission:
         """Returns how many tokens are in blocks that a waiting request has, or has found."""
         return max(request.num_computed_tokens, len(found) * self._blocks.block_size)
 
-    def _ahead(self) -> _Ahead:
-        return _Ahead(self._queues.uncomputed_prompt_tokens, *self._queues.decoding)
+    def _ahead(self) -> Ahead:
+        return Ahead(self._queues.uncomputed_prompt_tokens, *self._queues.decoding)
 
-    def _place(self, request: Request, found: Sequence[int], ahead: _Ahead, now: float) -> PlacementDecision | None:
+    def _place(self, request: Request, found: Sequence[int], ahead: Ahead, now: float) -> PlacementDecision | None:
         """Decides where a prompt is computed, and notes it in ``ahead`` for the next one.
 
         Returns None if no prefill node is left to be tried, if this node has given tokens of the answer already, or if
@@ -327,9 +339,9 @@ class BatchAdmission:
         if request.needs_scores and not can_be_sent(request.num_prompt_tokens, request.sampling.prompt_logprobs or 0):
             return None
         computed = self._computed_tokens(request, found)
-        missing, target = request.num_prompt_tokens - computed, request.targets[0]
+        target = request.targets[0]
         prompt = PromptSize(
-            missing,
+            request.num_prompt_tokens - computed,
             computed,
             ahead.queued,
             self._queues.num_admitted,
@@ -342,16 +354,7 @@ class BatchAdmission:
             waited_s=now - request.arrived,
             may_wait=bool(self._queues.running),
         )
-        decision = self._placement.decide(prompt, target, now)
-        if decision.remote and prompt.may_wait and target.boot_id in ahead.held:
-            decision = PlacementDecision(None, decision.reason)
-        if decision.waits:
-            ahead.held.add(target.boot_id)
-        if decision.remote or decision.waits:
-            ahead.leaving[target.boot_id] += missing
-        else:
-            ahead.queued += missing
-        return decision
+        return ahead.noted(self._placement.decide(prompt, target, now), prompt, target.boot_id)
 
     def _has_spare_room(self, request: Request, found: Sequence[int]) -> bool:
         """Returns whether a waiting request's known tokens fit and each running request can still grow by a block."""
