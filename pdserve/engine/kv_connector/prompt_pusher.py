@@ -21,15 +21,7 @@ from pdserve.wire.sampling_params import SamplingParams, joined
 from pdserve.wire.terms import Terms
 from pdserve.wire.timeline import MomentKind, PhaseKind
 from pdserve.wire.transfer import FailureCause, PrefillLoad
-from pdserve_kvtransfer.events import (
-    BlocksOffered,
-    CachedWanted,
-    PushCancelled,
-    PushEnded,
-    PushEvent,
-    PushOutcome,
-    PushWanted,
-)
+from pdserve_kvtransfer.events import PushCancelled, PushEnded, PushEvent, PushOutcome, PushWanted
 
 log = logging.getLogger(__name__)
 
@@ -102,12 +94,8 @@ class PromptPusher:
                     scheduler.abort(cancelled)
             case PushEnded(transfer, outcome):
                 self._ended(scheduler, transfer, outcome, now)
-            case CachedWanted():
-                self._refuse(event, "this engine does not give cached blocks yet", FailureCause.PROMPT)
-            case BlocksOffered():
-                log.debug("request_id=%s offered blocks are not fetched yet", event.request_id or "-")
             case _:
-                raise EngineError(f"no push without staging blocks has {event}")
+                raise EngineError(f"no push of a prompt without staging blocks has {event}")
 
     def tell_load(self, scheduler: Scheduler) -> None:
         """Tells the nodes whose prompts are computed here how busy this one is."""
@@ -145,7 +133,7 @@ class PromptPusher:
         self._pushes[order.transfer_id] = request
         scheduler.add(request)
 
-    def _refuse(self, order: PushWanted | CachedWanted, reason: str, cause: FailureCause) -> None:
+    def _refuse(self, order: PushWanted, reason: str, cause: FailureCause) -> None:
         log.info("request_id=%s transfer=%s refused: %s", order.request_id or "-", order.transfer_id, reason)
         self._cancelled_blocks[order.transfer_id] = []
         self._transfers.fail_push(order.transfer_id, reason, cause)
