@@ -104,8 +104,10 @@ class ClientGone(Exception):
     """The client left before its request was complete."""
 
 
-class BodyBounds(Protocol):
-    """Counts the bytes of one body as they come; may refuse more with a RequestError."""
+class BodyBounds:
+    """Counts the bytes of one body as they come; a subclass may refuse more with a RequestError."""
+
+    __slots__ = ()
 
     def arrive(self) -> None:
         """Notes, before the first ``add``, that the body has to be waited for."""
@@ -235,7 +237,7 @@ class HttpRequest:
 
         Raises PayloadTooLarge, RequestTimeout, ClientGone, and what ``bounds`` raise.
         """
-        bounds = bounds or _NO_BOUNDS
+        bounds = bounds or BodyBounds()
         whole = self.take_body(max_bytes)
         if whole is not None:
             bounds.add(len(whole))
@@ -324,20 +326,6 @@ class HttpRequest:
             end = start + PIECE_BYTES
             await self.send(body[start:end], more=end < len(body))
         await self._outlet.drain()
-
-
-class _NoBounds:
-    def arrive(self) -> None:
-        pass
-
-    def add(self, size: int) -> None:
-        pass
-
-    def arrived(self) -> None:
-        pass
-
-
-_NO_BOUNDS = _NoBounds()
 
 
 def _lines(headers: Mapping[str, str]) -> str:

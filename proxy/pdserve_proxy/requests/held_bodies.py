@@ -22,6 +22,7 @@ from types import TracebackType
 from typing import Self
 
 from pdserve.errors import RequestError, TooManyRequests, Unavailable
+from pdserve.http.request import BodyBounds
 
 SHARES = 4
 """The number of clients that have to fill their shares before other clients' bodies are refused."""
@@ -123,7 +124,7 @@ class HeldBodies:
             del self._clients[client]
 
 
-class HeldBody:
+class HeldBody(BodyBounds):
     """One request body, made by ``HeldBodies.hold``."""
 
     __slots__ = ("_address", "_arriving", "_bodies", "_caller", "_counted", "_known_client", "_size")
