@@ -60,7 +60,7 @@ from pdserve_kvtransfer.events import (
     PrefillNodeMet,
 )
 from pdserve_kvtransfer.fetch.port import FetchPort
-from pdserve_kvtransfer.fetch.session import FetchEffect, FetchSession, FetchState
+from pdserve_kvtransfer.fetch.session import FetchEffect, FetchMessage, FetchSession, FetchState
 from pdserve_kvtransfer.pieces import Piece, group_maps
 from pdserve_kvtransfer.ranks import NodeLink, Reported
 from pdserve_kvtransfer.sides import (
@@ -80,9 +80,6 @@ _MAX_OFFERS = 64
 """How many offers wait for one handshake, or for a sign that the peer reads them."""
 
 _Message: TypeAlias = Hello | PrefillRequest | CachedRequest | Accept | Done | Cancel | Ping | Offer
-
-_Outgoing = Expect | ExpectMore | Forget | PrefillRequest | CachedRequest | Accept | Done | Cancel
-"""The effects of a session that go to ranks or to the other engine. All other effects are events."""
 
 
 class FetchPeer:
@@ -419,17 +416,15 @@ class FetchPeer:
     def _apply(self, session: FetchSession, effects: list[FetchEffect]) -> None:
         # Events come first, so that this engine hears of every end even if sending to the peer raises.
         for effect in effects:
-            if not isinstance(effect, _Outgoing):
+            if not isinstance(effect, FetchMessage):
                 self._count(effect)
                 self._engine.event_queue.put(effect)
         self._drop_if_ended(session)
         for effect in effects:
-            if isinstance(effect, _Outgoing) and self._lost is None:
+            if isinstance(effect, FetchMessage) and self._lost is None:
                 self._send_effect(effect)
 
-    def _send_effect(
-        self, effect: Expect | ExpectMore | Forget | PrefillRequest | CachedRequest | Accept | Done | Cancel
-    ) -> None:
+    def _send_effect(self, effect: FetchMessage) -> None:
         match effect:
             case Expect() | ExpectMore() | Forget():
                 self.link.command(effect)

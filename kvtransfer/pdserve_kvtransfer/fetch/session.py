@@ -48,9 +48,9 @@ from pdserve_kvtransfer.events import (
 )
 from pdserve_kvtransfer.pieces import Piece
 
-FetchEffect: TypeAlias = (
-    Expect | ExpectMore | Forget | PrefillRequest | CachedRequest | Accept | Done | Cancel | FetchEvent
-)
+FetchMessage: TypeAlias = Expect | ExpectMore | Forget | PrefillRequest | CachedRequest | Accept | Done | Cancel
+"""What goes to ranks or to the other engine."""
+FetchEffect: TypeAlias = FetchMessage | FetchEvent
 
 
 class FetchState(enum.Enum):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import TypeAlias
 
 import msgspec
 
@@ -13,15 +14,12 @@ from pdserve.wire.rank import ConnectLink, Direction, LinkBroken, LinkOpened, Pi
 from pdserve.wire.transfer import (
     UNKNOWN_LOAD,
     Accept,
-    BlocksReady,
     CachedRequest,
     Cancel,
     Digests,
     Done,
     Failed,
     FailureCause,
-    FirstToken,
-    Held,
     Hello,
     Offer,
     Ping,
@@ -35,7 +33,7 @@ from pdserve_kvtransfer.control.sockets import ControlServer
 from pdserve_kvtransfer.events import KIND_OF_CAUSE, BlocksOffered, FailureKind, PushEnded, PushOutcome
 from pdserve_kvtransfer.pieces import group_maps
 from pdserve_kvtransfer.push.port import PushPort
-from pdserve_kvtransfer.push.session import PushEffect, PushSession, PushState
+from pdserve_kvtransfer.push.session import PushEffect, PushMessage, PushSession, PushState
 from pdserve_kvtransfer.ranks import NodeLink, Reported
 from pdserve_kvtransfer.sides import (
     FailPush,
@@ -50,8 +48,8 @@ from pdserve_kvtransfer.sides import (
 
 log = logging.getLogger(__name__)
 
-_Outgoing = SendBlocks | BlocksReady | FirstToken | Held | Failed
-"""The effects of a session that go to ranks or to the other engine. All other effects are events."""
+FromFetcher: TypeAlias = PrefillRequest | CachedRequest | Accept | Done | Cancel | Ping | Offer
+"""What a decode engine says after its greeting."""
 
 
 class _AnyRequest(msgspec.Struct, frozen=True, tag_field="kind", tag="prefill"):
@@ -133,9 +131,7 @@ class PushPeer:
 
     # ------------------------------------------------------------ the decode engine and this one
 
-    def on_message(
-        self, message: PrefillRequest | CachedRequest | Accept | Done | Cancel | Ping | Offer, now: float
-    ) -> None:
+    def on_message(self, message: FromFetcher, now: float) -> None:
         match message:
             case PrefillRequest() | CachedRequest():
                 self._open(message, now)
@@ -296,7 +292,7 @@ class PushPeer:
     def _apply(self, session: PushSession, effects: list[PushEffect]) -> None:
         # Events come first, so that this engine hears of every end even if sending to the peer raises.
         for effect in effects:
-            if not isinstance(effect, _Outgoing):
+            if not isinstance(effect, PushMessage):
                 if isinstance(effect, PushEnded):
                     self._count(effect.outcome, session.cause)
                 self._engine.event_queue.put(effect)
@@ -304,7 +300,7 @@ class PushPeer:
         for effect in effects:
             if isinstance(effect, SendBlocks):
                 self.link.command(effect)
-            elif isinstance(effect, _Outgoing):
+            elif isinstance(effect, PushMessage):
                 self._send(effect)
 
     def _drop_if_ended(self, session: PushSession) -> None:

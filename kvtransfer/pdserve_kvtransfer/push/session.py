@@ -39,7 +39,9 @@ from pdserve_kvtransfer.events import (
     PushWanted,
 )
 
-PushEffect: TypeAlias = SendBlocks | BlocksReady | FirstToken | Held | Failed | PushEvent
+PushMessage: TypeAlias = SendBlocks | BlocksReady | FirstToken | Held | Failed
+"""What goes to ranks or to the other engine."""
+PushEffect: TypeAlias = PushMessage | PushEvent
 
 
 class PushState(enum.Enum):

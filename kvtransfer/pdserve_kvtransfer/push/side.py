@@ -35,7 +35,7 @@ from pdserve_kvtransfer.control.handshake import answer
 from pdserve_kvtransfer.control.sockets import ControlServer, FrameOpener, Spoilt
 from pdserve_kvtransfer.events import PushOutcome
 from pdserve_kvtransfer.probe.host import ProbeHost
-from pdserve_kvtransfer.push.peer import PushPeer
+from pdserve_kvtransfer.push.peer import FromFetcher, PushPeer
 from pdserve_kvtransfer.sides import (
     FailPush,
     GiveFirstToken,
@@ -157,13 +157,7 @@ class PushSide:
             case Examine() | Probe() | ProbeEnd():
                 self._probes.on_message(message, received, now)
 
-    def _on_peer_message(
-        self,
-        boot_id: bytes,
-        message: PrefillRequest | CachedRequest | Accept | Done | Cancel | Ping | Offer,
-        received: RoutedMessage,
-        now: float,
-    ) -> None:
+    def _on_peer_message(self, boot_id: bytes, message: FromFetcher, received: RoutedMessage, now: float) -> None:
         peer = self._peers.get(boot_id)
         if peer is None:
             if isinstance(message, PrefillRequest | CachedRequest | Ping | Offer):

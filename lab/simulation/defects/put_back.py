@@ -106,8 +106,8 @@ PUT_BACK = (
         474,
         "pdserve_kvtransfer.fetch.peer.FetchPeer",
         "_apply",
-        "if isinstance(effect, _Outgoing) and self._lost is None:",
-        "if isinstance(effect, _Outgoing):",
+        "if isinstance(effect, FetchMessage) and self._lost is None:",
+        "if isinstance(effect, FetchMessage):",
         (Change("pdserve_kvtransfer.fetch.peer.FetchPeer", "_read_ranks", "if self._lost is None:", "if True:"),),
     ),
     Mutant(
