@@ -28,7 +28,7 @@ if TYPE_CHECKING:  # A build that describes the interface has no tokeniser.
     from pdserve.api.requests.tokenizer import Tokenizer
 
 _LEADING = ("system", "developer")
-"""An error shows so much of what the client sent."""
+"""The roles of instructions."""
 
 
 def harmony_messages(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 import msgspec
 from msgspec import Meta
 
+from pdserve.api.call_grammars.rules import quoted
 from pdserve.api.call_grammars.schema_parts import closed_schema, schema_parts
 from pdserve.api.requests.grammar_check import GrammarPart, WantedGrammar
 from pdserve.api.requests.request_fields import SharedFields
@@ -190,13 +191,8 @@ def _any_object(param: str, *, compact: bool = False) -> WantedGrammar:
 
 def _of_choices(choices: Choices, param: str) -> WantedGrammar:
     """Returns a grammar of one terminal, which takes thousands of choices where a rule would take hundreds."""
-    terminal = " | ".join(_quoted(choice) for choice in choices)
+    terminal = " | ".join(map(quoted, choices))
     return _wanted(GrammarKind.LARK, f"start: CHOICE\nCHOICE: {terminal}\n", param, parts=tuple)
-
-
-def _quoted(choice: str) -> str:
-    """Returns the text as Lark reads it: like JSON, but a delete character has to be escaped."""
-    return msgspec.json.encode(choice).decode().replace("\x7f", "\\u007f")
 
 
 def _of_schema(asked: Schema, param: str, *, lenient: bool = False, compact: bool = False) -> WantedGrammar:
