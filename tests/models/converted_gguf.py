@@ -343,6 +343,11 @@ def _add_latents(writer: GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_expert_weights_scale(config["routed_scaling_factor"])
     if config["model_type"] != "deepseek_v2":
         writer.add_expert_weights_norm(config["norm_topk_prob"])
+    if config["model_type"] == "glm4_moe_lite":
+        # Its configuration has no ``scoring_func``, and the file no key for it. The layer that drafts tokens counts.
+        writer.add_block_count(config["num_hidden_layers"] + 1)
+        writer.add_nextn_predict_layers(1)
+    elif config["model_type"] != "deepseek_v2":
         writer.add_expert_gating_func(SIGMOID)
     if (groups := config["n_group"]) is not None:
         writer.add_expert_group_count(groups)

@@ -23,6 +23,7 @@ from pdserve.models.checkpoint.gguf.architectures import ARCHITECTURES
 from pdserve.models.checkpoint.gguf.file import read_gguf
 from pdserve.models.recipe import YarnScaling
 from pdserve.models.runner import StepRow
+from pdserve.models.table import FAMILIES, TEXT_PARTS
 from pdserve.settings import cache_folder
 from pdserve_kernels.cpu.compiled_kernels import CompiledKernels
 from tests.models.converted_gguf import CONVERTED, Converted, save_converted
@@ -31,6 +32,7 @@ from tests.models.grouped_runner import GroupedRunner
 from tests.models.rank_program import Case
 from tests.models.test_tensor_parallel import computed
 from tests.models.tiny_families import CASES, FULL, save_tiny
+from tests.tiny_models import FAMILIES as OLDER
 from tests.tiny_models import Reference, save_tiny_model
 
 PROMPT = [(7 * i * i + 11 * i) % 509 + 3 for i in range(41)]
@@ -342,6 +344,13 @@ def test_ranks_take_the_value_heads_of_their_key_heads(tmp_path: Path) -> None:
     alone, split = computed([Case(str(path), size, [PROMPT[:6], PROMPT[3:20]], 5) for size in (1, 2)])
     assert not alone.error
     assert split == alone
+
+
+@pytest.mark.parametrize("arch", CONVERTED)
+def test_the_table_has_the_family_of_each_case(arch: str) -> None:
+    kinds = {(CASES[each.case][0] if each.case in CASES else OLDER[each.case].model_type) for each in CONVERTED[arch]}
+    assert kinds <= ARCHITECTURES[arch].families
+    assert ARCHITECTURES[arch].families <= FAMILIES.keys() | TEXT_PARTS.keys()
 
 
 def test_every_architecture_has_a_case() -> None:

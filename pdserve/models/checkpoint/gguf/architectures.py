@@ -55,12 +55,14 @@ class Architecture:
     """Whether the ramp of yarn begins and ends at whole channels; no key says so."""
     only: Mapping[str, object] = field(default_factory=lambda: _NOTHING)
     """Keys whose one value is all that the family computes."""
+    alike: tuple[str, ...] = ()
+    """Other families that files hold, too. They are read as one of those above, which computes the same."""
 
     @property
     def families(self) -> frozenset[str]:
         """The families that files of this architecture may have."""
         of_parts = {self.with_experts, self.with_sigmoids, self.with_windows, self.with_inner_norms}
-        return frozenset({self.family, self.with_positions, *of_parts} - {""})
+        return frozenset({self.family, self.with_positions, *of_parts, *self.alike} - {""})
 
 
 OF_CHANNELS = tuple(f"ssm.{name}" for name in ("conv_kernel", "inner_size", "state_size", "time_step_rank"))
@@ -83,7 +85,9 @@ ARCHITECTURES: dict[str, Architecture] = {
     "chatglm": Architecture("glm"),
     "cohere2": Architecture("cohere2"),
     "command-r": Architecture("cohere"),
-    "deepseek2": Architecture("youtu", with_experts="deepseek_v2", with_sigmoids="deepseek_v3", latents=True),
+    "deepseek2": Architecture(
+        "youtu", with_experts="deepseek_v2", with_sigmoids="deepseek_v3", latents=True, alike=("glm4_moe_lite",)
+    ),
     "deepseek32": Architecture("deepseek_v32", with_experts="deepseek_v32", with_sigmoids="deepseek_v32", latents=True),
     "dots1": Architecture("dots1"),
     "ernie4_5": Architecture("ernie4_5"),
@@ -106,11 +110,15 @@ ARCHITECTURES: dict[str, Architecture] = {
     "gpt2": Architecture("gpt2"),
     "gptneox": Architecture("gpt_neox"),
     # A Granite 4 without layers that have a state is written so, and says of how many numbers these would be.
-    "granite": Architecture("granite", permuted=True, unread=("ssm.",), only={KNOWS_POSITIONS: 1}),
+    "granite": Architecture(
+        "granite", permuted=True, unread=("ssm.",), only={KNOWS_POSITIONS: 1}, alike=("granitemoehybrid",)
+    ),
     "granitehybrid": Architecture(
         "granitemoehybrid", with_positions="bamba", permuted=True, required=STATE_SPACE, of_layers=(KV_HEADS,)
     ),
-    "granitemoe": Architecture("granitemoeshared", permuted=True, unread=("ssm.",), only={KNOWS_POSITIONS: 1}),
+    "granitemoe": Architecture(
+        "granitemoeshared", permuted=True, unread=("ssm.",), only={KNOWS_POSITIONS: 1}, alike=("granitemoe",)
+    ),
     "hunyuan-dense": Architecture("hunyuan_v1_dense"),
     "hunyuan-moe": Architecture("hunyuan_v1_moe", only={"expert_shared_count": 1}),
     "internlm2": Architecture("llama", permuted=True),
@@ -125,7 +133,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         of_layers=(KV_HEADS,),
     ),
     "lfm2moe": Architecture("lfm2_moe", last_norm="token_embd_norm", required=SHORT_CONV, of_layers=(KV_HEADS,)),
-    "llama": Architecture("llama", with_experts="mixtral", permuted=True),
+    "llama": Architecture("llama", with_experts="mixtral", permuted=True, alike=("internlm3",)),
     "llama4": Architecture("llama4_text"),
     "mamba": Architecture("mamba", with_inner_norms="falcon_mamba", required=OF_CHANNELS, unread=(CHANNELS,)),
     "mamba2": Architecture("mamba2", required=STATE_SPACE, unread=(CHANNELS,)),
