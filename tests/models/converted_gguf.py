@@ -46,6 +46,7 @@ ALL_SEE: dict[str, Any] = {"layer_types": [FULL] * 3, "num_experts_per_tok": 0}
 DENSE_CHANNELS: dict[str, Any] = {"shared_intermediate_size": SHAPE["intermediate_size"]}
 """A dense Granite 4 has this setting twice, and llama.cpp reads the other one."""
 CONVERTED: dict[str, list[Converted]] = {
+    "afmoe": [Converted("trinity", {"num_hidden_layers": 5, "global_attn_every_n_layers": 4, "layer_types": None})],
     "apertus": [Converted("apertus", {})],
     "arcee": [Converted("arcee", {})],
     "chatglm": [Converted("glm", {})],
@@ -471,7 +472,7 @@ def _add_rotary(writer: GGUFWriter, config: dict[str, Any], arch: str) -> None:
         pass
     elif arch == "minimax-m2":
         writer.add_rope_dimension_count(config["rotary_dim"])
-    elif part is not None or arch in ("llama", "granite", "smollm3", "cohere2", "phi3"):
+    elif part is not None or arch in ("afmoe", "llama", "granite", "smollm3", "cohere2", "phi3"):
         writer.add_rope_dimension_count(int(_head_dim(config) * (part or 1.0)))
     if arch == "hunyuan-dense" and rope.get("alpha"):
         theta *= rope["alpha"] ** (_head_dim(config) / (_head_dim(config) - 2))
@@ -501,7 +502,7 @@ def _add_rotary(writer: GGUFWriter, config: dict[str, Any], arch: str) -> None:
 
 
 def _add_windows(writer: GGUFWriter, config: dict[str, Any], arch: str) -> None:
-    if arch in ("gpt-oss", "phi3"):
+    if arch in ("afmoe", "gpt-oss", "phi3"):
         writer.add_sliding_window(config["sliding_window"] or 0)
     if arch in ("cohere2", "exaone4", "exaone-moe", "gemma2") or config["model_type"] == "olmo3":
         if config["sliding_window"] is None:
@@ -531,6 +532,13 @@ def _add_experts(writer: GGUFWriter, config: dict[str, Any], arch: str) -> None:
         writer.add_expert_weights_norm(config["norm_topk_prob"])
         writer.add_nextn_predict_layers(0)
         writer.add_rope_scaling_type(RopeScalingType.NONE)
+    if arch == "afmoe":
+        # Its own configuration has what transformers takes for granted: ``route_norm``, and groups.
+        writer.add_expert_weights_scale(config["route_scale"])
+        writer.add_expert_weights_norm(value=True)
+        writer.add_expert_group_count(1)
+        writer.add_expert_group_used_count(1)
+        writer.add_vocab_size(config["vocab_size"])
     if arch == "hunyuan-moe":
         writer.add_expert_shared_count(1)
         writer.add_expert_shared_feed_forward_length(config["intermediate_size"])
@@ -547,7 +555,7 @@ def _add_experts(writer: GGUFWriter, config: dict[str, Any], arch: str) -> None:
         writer.add_expert_weights_norm(config["norm_topk_prob"])
         writer.add_expert_group_count(config["n_group"])
         writer.add_expert_group_used_count(config["topk_group"])
-    if arch in ("glm4moe", "dots1", "lfm2moe", "minimax-m2"):
+    if arch in ("afmoe", "glm4moe", "dots1", "lfm2moe", "minimax-m2"):
         writer.add_expert_gating_func(SIGMOID)
 
 

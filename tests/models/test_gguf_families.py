@@ -59,6 +59,10 @@ def test_logits_and_tokens_are_those_of_the_checkpoint(tmp_path: Path, arch: str
 
 
 REFUSED: list[tuple[str, str, Callable[[GGUFWriter], object], str]] = [
+    ("afmoe", "trinity", lambda file: file.add_sliding_window(0), r"afmoe\.attention\.sliding_window .* is 0"),
+    ("afmoe", "trinity", lambda file: file.add_sliding_window_pattern(3), r"afmoe\..*\.sliding_window_pattern 3"),
+    ("afmoe", "trinity", lambda file: file.add_expert_weights_norm(value=False), r"expert_weights_norm .* is False"),
+    ("olmo2", "olmo3", lambda file: file.add_sliding_window_pattern(3), "is .3.; a value for each layer is needed"),
     ("apertus", "apertus", lambda file: file.add_xielu_beta([0.5, 0.5]), r"xielu\.beta .* has no number for each of 3"),
     ("deepseek2", "deepseek-v3", lambda file: file.add_key_length(30), "is not 24, what is kept of a token"),
     ("deepseek2", "deepseek-v3", lambda file: file.add_head_count_kv(6), "attention.head_count_kv of .* is 6, not 1"),

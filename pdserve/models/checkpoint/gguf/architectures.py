@@ -44,7 +44,7 @@ class Architecture:
     all_experts: bool = False
     """Whether every layer has experts, so that a file may lack ``feed_forward_length``."""
     required: tuple[str, ...] = ()
-    """Keys of layers with a state, without which these have no size."""
+    """Keys of numbers above 0, without which layers with a state or a window have no size."""
     of_layers: tuple[str, ...] = ()
     """Keys with a number for each layer, which is 0 for a layer without the part that it is of."""
     unread: tuple[str, ...] = ()
@@ -74,12 +74,20 @@ KNOWS_POSITIONS = "rope.scaling.finetuned"
 INNER_NORMS = "ssm.dt_b_c_rms"
 """The key of a Mamba that says whether what its states are made of is normalised."""
 KV_HEADS, CHANNELS = "attention.head_count_kv", "feed_forward_length"
+WINDOW = "attention.sliding_window"
 BEFORE_BOTH = ("attn_norm", "post_attention_norm")
 OF_IMAGES = ("n_deepstack_layers", "rope.dimension_sections")
 """Keys by which images are placed. The three axes of a text's positions are equal."""
 
 
 ARCHITECTURES: dict[str, Architecture] = {
+    # No key says that embeddings are scaled, nor which layers see all: one in four, unless a file says otherwise.
+    "afmoe": Architecture(
+        "afmoe",
+        required=(WINDOW,),
+        settings={"mup_enabled": True, "global_attn_every_n_layers": 4},
+        only={"attention.sliding_window_pattern": 4},
+    ),
     "apertus": Architecture("apertus"),
     "arcee": Architecture("arcee", permuted=True),
     "chatglm": Architecture("glm"),

@@ -350,8 +350,11 @@ def _windows(file: GgufFile, names: Iterable[str]) -> dict[str, Any]:
     pattern = file.metadata.get(file.key("attention.sliding_window_pattern"))
     if isinstance(pattern, list):
         found["layer_types"] = [SLIDING if each else FULL for each in pattern[: layer_count(file)]]
-    elif pattern is not None:
+    elif pattern is not None and "sliding_window_pattern" in names:
         found["sliding_window_pattern"] = pattern
+    elif pattern is not None and "attention.sliding_window_pattern" not in architecture_of(file).only:
+        key = file.key("attention.sliding_window_pattern")
+        raise ModelError(f"{key} of {file.path} is {str(pattern)[:40]!r}; a value for each layer is needed")
     return found
 
 

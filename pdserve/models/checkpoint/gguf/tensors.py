@@ -326,6 +326,8 @@ def _layer_names(layer: LayerRecipe, known: Architecture) -> dict[str, str]:
         names |= {key: getattr(attention, name) for key, name in ATTENTION.items() if getattr(attention, name)}
     if attention is not None and attention.norms is not None:
         names |= {"attn_q_norm": attention.norms.query, "attn_k_norm": attention.norms.key}
+    if attention is not None and attention.gate is not None and attention.gate.name:
+        names["attn_gate"] = attention.gate.name
     if layer.per_layer is not None:
         names |= {key: getattr(layer.per_layer, name) for key, name in PER_LAYER_INPUT.items()}
     if isinstance(layer.streams, AltUpRecipe):
