@@ -45,6 +45,8 @@ CHUNKS_OF_LLAMA4 |= {"rope_parameters": {"rope_type": "default", "rope_theta": 1
 ALL_SEE: dict[str, Any] = {"layer_types": [FULL] * 3, "num_experts_per_tok": 0}
 DENSE_CHANNELS: dict[str, Any] = {"shared_intermediate_size": SHAPE["intermediate_size"]}
 """A dense Granite 4 has this setting twice, and llama.cpp reads the other one."""
+KDA_HEADS: dict[str, Any] = {"linear_num_heads": 6, "n_group": 1, "topk_group": 1}
+"""llama.cpp takes it for granted that layers with a state have as many heads as the others."""
 CONVERTED: dict[str, list[Converted]] = {
     "afmoe": [Converted("trinity", {"num_hidden_layers": 5, "global_attn_every_n_layers": 4, "layer_types": None})],
     "apertus": [Converted("apertus", {})],
@@ -107,6 +109,10 @@ CONVERTED: dict[str, list[Converted]] = {
         Converted("llama4", CHUNKS_OF_LLAMA4 | {"interleave_moe_layer_step": 2, "num_local_experts": 3}),
     ],
     "jamba": [Converted("jamba", {}), Converted("jamba-dense", {})],
+    "kimi-linear": [
+        Converted("kimi-linear", KDA_HEADS),
+        Converted("kimi-linear", KDA_HEADS | {"q_lora_rank": 14, "num_shared_experts": 2}),
+    ],
     "mamba": [Converted("mamba", {}), Converted("falcon-mamba", {})],
     "mamba2": [Converted("mamba2", {}), Converted("mamba2-groups", {})],
     "minicpm3": [Converted("minicpm3", {"dim_model_base": 256})],
@@ -156,7 +162,8 @@ SHIFTED = ("gemma", "gemma2", "gemma3", "nemotron", "qwen35", "qwen35moe", "qwen
 GRANITES = ("granite", "granitehybrid", "granitemoe")
 NEMOTRONS = ("nemotron_h", "nemotron_h_moe")
 QWENS = ("qwen35", "qwen35moe", "qwen3next")
-KEPT = ("shortconv.conv.weight", "ssm_a", "ssm_conv1d.weight", "ssm_d", "ssm_norm.weight")
+KEPT: tuple[str, ...] = ("shortconv.conv.weight", "ssm_a", "ssm_conv1d.weight", "ssm_d", "ssm_norm.weight")
+KEPT += tuple(f"ssm_conv1d_{part}.weight" for part in "qkv")
 """The ends of the names of tensors of two dimensions that stay fp32."""
 
 
@@ -249,7 +256,7 @@ def _add_settings(writer: GGUFWriter, config: dict[str, Any], arch: str) -> None
     if arch in ("mamba", "mamba2"):
         _add_mamba_alone(writer, config)
         return
-    writer.add_context_length(_first(config, "max_position_embeddings", "n_positions"))
+    writer.add_context_length(_first(config, "max_position_embeddings", "n_positions", "model_max_length"))
     writer.add_embedding_length(hidden)
     channels = _first(config, "ffn_hidden_size", "intermediate_size_mlp", "intermediate_size", "n_inner")
     if arch != "qwen35moe":
@@ -268,6 +275,8 @@ def _add_settings(writer: GGUFWriter, config: dict[str, Any], arch: str) -> None
         writer.add_layer_norm_eps(1e-5)
     if arch in ("deepseek2", "deepseek32", "glm-dsa"):
         _add_latents(writer, config)
+    if arch == "kimi-linear":
+        _add_kimi(writer, config)
     if arch == "minicpm3":
         writer.add_q_lora_rank(config["q_lora_rank"])
         writer.add_kv_lora_rank(config["kv_lora_rank"])
@@ -353,6 +362,25 @@ def _add_latents(writer: GGUFWriter, config: dict[str, Any]) -> None:
     if (groups := config["n_group"]) is not None:
         writer.add_expert_group_count(groups)
         writer.add_expert_group_used_count(config["topk_group"])
+
+
+def _add_kimi(writer: GGUFWriter, config: dict[str, Any]) -> None:
+    turned, kept = config["qk_rope_head_dim"], config["kv_lora_rank"] + config["qk_rope_head_dim"]
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_head_count_kv([1 if kind == FULL else 0 for kind in config["layer_types"]])
+    writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
+    writer.add_kda_head_dim(config["linear_head_dim"])
+    if config["q_lora_rank"] is not None:
+        writer.add_q_lora_rank(config["q_lora_rank"])
+    writer.add_kv_lora_rank(config["kv_lora_rank"])
+    writer.add_rope_dimension_count(turned)
+    writer.add_rope_freq_base(10_000.0)
+    writer.add_key_length(kept)
+    writer.add_key_length_mla(config["qk_nope_head_dim"] + turned)
+    writer.add_value_length_mla(config["v_head_dim"])
+    writer.add_leading_dense_block_count(config["mlp_layer_types"].count("dense"))
+    writer.add_expert_weights_scale(config["routed_scaling_factor"])
+    writer.add_expert_group_used_count(config["topk_group"])
 
 
 def _add_gemma3n(writer: GGUFWriter, config: dict[str, Any]) -> None:
@@ -517,7 +545,8 @@ def _add_experts(writer: GGUFWriter, config: dict[str, Any], arch: str) -> None:
     if count is None or not config.get("enable_moe_block", True) or arch == "nemotron_h":
         return
     writer.add_expert_count(count)
-    writer.add_expert_used_count(_first(config, "num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts"))
+    used = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
+    writer.add_expert_used_count(_first(config, *used))
     if arch == "llama4":
         writer.add_interleave_moe_layer_step(config["interleave_moe_layer_step"])
     if arch in ("gpt-oss", "minimax-m2", "hunyuan-moe", "llama4"):
@@ -555,7 +584,7 @@ def _add_experts(writer: GGUFWriter, config: dict[str, Any], arch: str) -> None:
         writer.add_expert_weights_norm(config["norm_topk_prob"])
         writer.add_expert_group_count(config["n_group"])
         writer.add_expert_group_used_count(config["topk_group"])
-    if arch in ("afmoe", "glm4moe", "dots1", "lfm2moe", "minimax-m2"):
+    if arch in ("afmoe", "glm4moe", "dots1", "kimi-linear", "lfm2moe", "minimax-m2"):
         writer.add_expert_gating_func(SIGMOID)
 
 
@@ -594,6 +623,14 @@ def _changed(name: str, tensor: np.ndarray, config: dict[str, Any], arch: str) -
         tensor = tensor * _falcon_factors(name, config)
     if any(part in name for part in (".linear_attn.", ".mamba.", ".conv.")) or _of_mixer(name, config):
         return _changed_mixer(name, block, tensor, config, arch)
+    if arch == "kimi-linear" and ".self_attn." in name and "kv_b_proj" not in name:
+        if "conv1d" in name:
+            tensor = tensor.reshape(1, len(tensor), 1, -1)
+        tensor = -np.exp(tensor) if name.endswith("A_log") else tensor
+        return [(name.replace("dt_bias", "dt_proj.bias"), tensor)]
+    if arch == "kimi-linear" and re.search(r"block_sparse_moe\.\w+_proj\.", name):
+        # transformers alone has this name for a layer without experts.
+        return [(name.replace("block_sparse_moe", "mlp"), tensor)]
     if name.endswith("kv_b_proj.weight"):
         plain, value = config["qk_nope_head_dim"], config["v_head_dim"]
         both = tensor.reshape(-1, plain + value, hidden)

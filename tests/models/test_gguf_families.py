@@ -120,6 +120,11 @@ REFUSED: list[tuple[str, str, Callable[[GGUFWriter], object], str]] = [
         r"rms_epsilon .* is 9.*e-06, but nemotron_h_moe\.attention\.layer_norm_epsilon is 0\.001",
     ),
     ("nemotron_h_moe", "nemotron-h", lambda file: file.add_moe_latent_size(8), r"nemotron_h_moe\.moe_latent_size 8"),
+    ("kimi-linear", "kimi-linear", lambda file: file.add_kda_head_dim(0), r"kimi-linear\.kda\.head_dim .* is 0"),
+    ("kimi-linear", "kimi-linear", lambda file: file.add_head_count_kv([0, 6, 0]), "head_count_kv .* is 6, not 1"),
+    ("kimi-linear", "kimi-linear", lambda file: file.add_head_count_kv(1), "head_count_kv .* is '1'; list is needed"),
+    ("kimi-linear", "kimi-linear", lambda file: file.add_expert_weights_norm(value=False), "weights_norm .* is False"),
+    ("kimi-linear", "kimi-linear", lambda file: file.add_moe_latent_size(8), r"kimi-linear\.moe_latent_size 8"),
     ("jamba", "jamba", lambda file: file.add_head_count_kv([2, 2, 0]), r"attention in layers \[0, 1\]; one in so many"),
     ("qwen3next", "qwen3-next", lambda file: file.add_ssm_inner_size(71), r"103 convolved channels, .* have 104"),
     ("qwen35", "qwen3-5", lambda file: file.add_ssm_time_step_rank(5), r"inner_size 72 .* over 5 heads"),
@@ -246,8 +251,17 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any], set[tuple[int, int]]]] = {
         {(8, 64)},
     ),
     "lfm2": ("lfm2", {"block_multiple_of": 32}, set()),
+    "kimi-linear": (
+        "kimi-linear",
+        {"linear_num_heads": 4, "linear_head_dim": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 32, "v_head_dim": 32}
+        | {"moe_intermediate_size": 32, "n_group": 1, "topk_group": 1},
+        {(8, 64), (32, 32)},
+    ),
 }
-"""The case of each kind of state, its shape, and the shapes of its routers, which have no blocks."""
+"""The case of each kind of state, its shape, and the shapes of its routers, which have no blocks.
+
+Nor have products of latents that each head has of its own.
+"""
 
 
 @pytest.mark.parametrize("arch", HYBRIDS)

@@ -69,6 +69,7 @@ OF_CHANNELS = tuple(f"ssm.{name}" for name in ("conv_kernel", "inner_size", "sta
 """The keys of a Mamba whose channels have numbers of their own."""
 STATE_SPACE = (*OF_CHANNELS, "ssm.group_count")
 SHORT_CONV = ("shortconv.l_cache",)
+DELTA_OF_CHANNELS = ("kda.head_dim", "ssm.conv_kernel")
 KNOWS_POSITIONS = "rope.scaling.finetuned"
 """The key of a Granite that says whether attention knows positions. It has no effect elsewhere."""
 INNER_NORMS = "ssm.dt_b_c_rms"
@@ -132,6 +133,14 @@ ARCHITECTURES: dict[str, Architecture] = {
     "internlm2": Architecture("llama", permuted=True),
     "jais2": Architecture("jais2"),
     "jamba": Architecture("jamba", required=OF_CHANNELS, of_layers=(KV_HEADS,)),
+    "kimi-linear": Architecture(
+        "kimi_linear",
+        with_experts="kimi_linear",
+        with_sigmoids="kimi_linear",
+        latents=True,
+        required=DELTA_OF_CHANNELS,
+        of_layers=(KV_HEADS,),
+    ),
     # The file counts channels as they are, and the checkpoint before they are adjusted.
     "lfm2": Architecture(
         "lfm2",
@@ -231,6 +240,7 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "final_logit_softcapping": ("final_logit_softcapping",),
     "full_attention_interval": ("full_attention_interval",),
     "interleave_moe_layer_step": ("moe_layer_interval", "interleave_moe_layer_step"),
+    "kda.head_dim": ("linear_head_dim",),
     "leading_dense_block_count": ("first_k_dense_replace", "moe_layer_start_index", "num_dense_layers"),
     "logit_scale": ("logits_scaling", "logit_scale"),
     "residual_scale": ("residual_multiplier",),

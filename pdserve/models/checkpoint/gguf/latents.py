@@ -74,7 +74,7 @@ def latent_settings(file: GgufFile, family: str) -> dict[str, Any]:
     if not experts:
         return found
     groups = file.own("expert_group_count", int, 0)
-    if groups == 0 and experts in GROUPED_EXPERTS:
+    if groups == 0 and experts in GROUPED_EXPERTS and family != "kimi_linear":
         raise ModelError(
             f"{file.path} does not say in which groups its {experts} experts are ({file.key('expert_group_count')}); "
             "a newer file of the model does"
@@ -82,7 +82,8 @@ def latent_settings(file: GgufFile, family: str) -> dict[str, Any]:
     found |= {
         "n_group": groups or 1,
         "topk_group": file.own("expert_group_used_count", int, 0) or 1,
-        "norm_topk_prob": file.own("expert_weights_norm", bool, False),
+        # llama.cpp takes it for granted of a Kimi Linear, whose files do not say it.
+        "norm_topk_prob": family == "kimi_linear" or file.own("expert_weights_norm", bool, False),
         "routed_scaling_factor": file.own("expert_weights_scale", float, 0.0) or 1.0,
     }
     if family == "glm_moe_dsa":

@@ -18,7 +18,14 @@ from pdserve.models.families.lfm import CONV
 from pdserve.models.families.mamba import LINEAR, MLP, MOE
 from pdserve.models.families.qwen import APART
 from pdserve.models.families.settings import FULL
-from pdserve.models.recipe import DeltaNetRecipe, Mamba2Recipe, MambaRecipe, MixerRecipe, ShortConvRecipe
+from pdserve.models.recipe import (
+    DeltaNetRecipe,
+    KimiDeltaRecipe,
+    Mamba2Recipe,
+    MambaRecipe,
+    MixerRecipe,
+    ShortConvRecipe,
+)
 
 RMS, PLAIN = "attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon"
 
@@ -114,6 +121,13 @@ def _delta_net(file: GgufFile) -> dict[str, Any]:
             raise ModelError(f"{file.key('attention.recurrent_layers')} of {file.path} is not of all layers")
         found["layer_types"] = [LINEAR if each else FULL for each in given[: layer_count(file)]]
     return found
+
+
+def _kimi(file: GgufFile) -> dict[str, Any]:
+    return {
+        "layer_types": [FULL if each else LINEAR for each in _sees_all(file)],
+        "linear_num_heads": file.own("attention.head_count", int),
+    }
 
 
 def _lfm(file: GgufFile) -> dict[str, Any]:
@@ -213,6 +227,7 @@ _SETTINGS: dict[str, Callable[[GgufFile], dict[str, Any]]] = {
     "falcon_h1": _falcon,
     "granitemoehybrid": _granite,
     "jamba": _jamba,
+    "kimi_linear": _kimi,
     "lfm2": _lfm,
     "lfm2_moe": _lfm,
     "falcon_mamba": _mamba_alone,
@@ -271,6 +286,8 @@ def mixer_tensors(file: GgufFile, block: str, mixer: MixerRecipe) -> tuple[Mixer
             return tuple(_of_channels(mixer))
         case ShortConvRecipe():
             return tuple(_of_short_conv(mixer))
+        case KimiDeltaRecipe():
+            return tuple(_of_kimi(mixer))
         case _:
             return ()
 
@@ -373,3 +390,23 @@ def _of_short_conv(mixer: ShortConvRecipe) -> Iterator[MixerTensor]:
         yield MixerTensor(f"{mixer.inner}.{kind}", f"shortconv.in_proj.{kind}")
         yield MixerTensor(f"{mixer.conv}.{kind}", f"shortconv.conv.{kind}", shape)
         yield MixerTensor(f"{mixer.out}.{kind}", f"shortconv.out_proj.{kind}")
+
+
+def _of_kimi(mixer: KimiDeltaRecipe) -> Iterator[MixerTensor]:
+    for name, part in zip(mixer.convs, "qkv", strict=True):
+        yield MixerTensor(f"{name}.weight", f"ssm_conv1d_{part}.weight", (mixer.all_channels, 1, mixer.width))
+    names = {
+        "attn_q": mixer.query,
+        "attn_k": mixer.key,
+        "attn_v": mixer.value,
+        "attn_output": mixer.out,
+        "ssm_beta": mixer.beta,
+        "ssm_f_a": mixer.step_down,
+        "ssm_f_b": mixer.step_up,
+        "ssm_g_a": mixer.gate_down,
+        "ssm_g_b": mixer.gate_up,
+        "ssm_norm": mixer.gated_norm,
+    }
+    yield from (MixerTensor(f"{name}.weight", f"{stored}.weight") for stored, name in names.items())
+    yield MixerTensor(mixer.step_bias, "ssm_dt.bias")
+    yield MixerTensor(mixer.log_rate, "ssm_a", (1, 1, mixer.heads, 1), rate=True)
