@@ -76,7 +76,8 @@ def served_families() -> list[ServedFamily]:
     for model_type, family in sorted({**FAMILIES, **own}.items()):
         settings = family()
         recipe = settings.recipe()
-        gguf = [arch for arch, known in ARCHITECTURES.items() if model_type in known.families]
+        part = COMPOSITES[model_type].text if model_type in own else model_type
+        gguf = [arch for arch, known in ARCHITECTURES.items() if part in known.families]
         row = ServedFamily(
             model_type,
             f"{settings.models}, its text part" if model_type in own else settings.models,

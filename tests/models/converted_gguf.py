@@ -23,9 +23,10 @@ from gguf.tensor_mapping import get_tensor_name_map
 from safetensors.numpy import load_file
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.step3p7.configuration_step3p7 import Step3p7TextConfig
 
 from tests.models.tiny_families import DEEP_YARN, FULL, GROWING, SLIDING
-from tests.tiny_models import SHAPE
+from tests.tiny_models import LLAMA3_ROPE, SHAPE
 
 SIGMOID = ExpertGatingFuncType.SIGMOID
 
@@ -45,6 +46,13 @@ CHUNKS_OF_LLAMA4 |= {"rope_parameters": {"rope_type": "default", "rope_theta": 1
 ALL_SEE: dict[str, Any] = {"layer_types": [FULL] * 3, "num_experts_per_tok": 0}
 DENSE_CHANNELS: dict[str, Any] = {"shared_intermediate_size": SHAPE["intermediate_size"]}
 """A dense Granite 4 has this setting twice, and llama.cpp reads the other one."""
+HALVES: dict[str, Any] = {"head_dim": 12, "partial_rotary_factors": [0.5, 1.0] * 2}
+HALVES |= {"mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]}
+"""llama.cpp takes it for granted that layers without a window turn half of a head."""
+SLOWED: dict[str, Any] = {
+    FULL: LLAMA3_ROPE | {"partial_rotary_factor": 0.5},
+    SLIDING: {"rope_type": "default", "rope_theta": 9000.0},
+}
 KDA_HEADS: dict[str, Any] = {"linear_num_heads": 6, "n_group": 1, "topk_group": 1}
 """llama.cpp takes it for granted that layers with a state have as many heads as the others."""
 CONVERTED: dict[str, list[Converted]] = {
@@ -139,6 +147,10 @@ CONVERTED: dict[str, list[Converted]] = {
     "qwen3next": [Converted("qwen3-next", {})],
     "seed_oss": [Converted("seed-oss", {})],
     "smollm3": [Converted("smollm3", FOUR_LAYERS | {"no_rope_layers": None})],
+    "step35": [
+        Converted("step3p7", HALVES),
+        Converted("step3p7", {**HALVES, "rope_theta": None, "partial_rotary_factors": None, "rope_parameters": SLOWED}),
+    ],
     "stablelm": [Converted("stablelm", {}), Converted("stablelm-parallel", {})],
     "starcoder": [Converted("gpt-bigcode", {})],
     "starcoder2": [Converted("starcoder2", {"sliding_window": None})],
@@ -158,7 +170,13 @@ PERMUTED: tuple[str, ...] = (
 )
 PERMUTED += ("olmo", "smollm3")
 """The architectures whose rotation turns neighbouring channels, and whose checkpoints turn halves of a head."""
-SHIFTED = ("gemma", "gemma2", "gemma3", "nemotron", "qwen35", "qwen35moe", "qwen3next")
+SHIFTED = ("gemma", "gemma2", "gemma3", "nemotron", "qwen35", "qwen35moe", "qwen3next", "step35")
+CORRECTIONS = {
+    "e_score_correction_bias": "e_score_correction.bias",
+    "expert_bias": "expert_bias.bias",
+    "router_bias": "router_bias.bias",
+}
+"""What tensors of corrections are called, and what the converter calls them."""
 GRANITES = ("granite", "granitehybrid", "granitemoe")
 NEMOTRONS = ("nemotron_h", "nemotron_h_moe")
 QWENS = ("qwen35", "qwen35moe", "qwen3next")
@@ -184,12 +202,15 @@ def save_converted(
     has them, as in files of the first version.
     """
     config = json.loads((folder / "config.json").read_text())
+    config = config.get("text_config", config)
     writer = GGUFWriter(path, arch)
     _add_settings(writer, config, arch)
     # The package does not know this architecture yet, whose tensors are called as those of another one.
     named = "glm-dsa" if arch == "deepseek32" else arch
     names = get_tensor_name_map({name: key for key, name in MODEL_ARCH_NAMES.items()}[named], _layers(config))
     tensors = dict(load_file(folder / "model.safetensors"))
+    if arch == "step35":
+        tensors = {name: each for name, each in tensors.items() if not name.startswith("vi")}
     if arch == "apertus":
         for part in ("alpha_n", "alpha_p", "beta", "eps"):
             each = [f"model.layers.{index}.mlp.act_fn.{part}" for index in range(_layers(config))]
@@ -212,6 +233,13 @@ def save_converted(
         dims = config["per_layer_config"]["2"]["head_dim"] // 2
         turned = int(dims * rope["full_attention"]["partial_rotary_factor"])
         writer.add_tensor("rope_freqs.weight", np.array([1.0] * turned + [1e30] * (dims - turned), np.float32))
+    if arch == "step35" and rope[FULL]["rope_type"] == "llama3":
+        # The converter counts the frequencies of whole heads, of which these layers turn half.
+        of_whole: Any = {**rope, FULL: rope[FULL] | {"partial_rotary_factor": 1.0}}
+        whole = Step3p7TextConfig(**(config | {"rope_parameters": of_whole}))
+        slowed, _ = ROPE_INIT_FUNCTIONS["llama3"](whole, layer_type=FULL)
+        steps = np.arange(0, config["head_dim"], 2) / config["head_dim"]
+        writer.add_tensor("rope_freqs.weight", (rope[FULL]["rope_theta"] ** -steps / slowed.numpy()).astype(np.float32))
     if rope.get("rope_type") == "llama3":
         slowed, _ = ROPE_INIT_FUNCTIONS["llama3"](AutoConfig.from_pretrained(folder))
         steps = np.arange(0, _head_dim(config), 2) / _head_dim(config)
@@ -315,6 +343,8 @@ def _add_settings(writer: GGUFWriter, config: dict[str, Any], arch: str) -> None
         writer.add_ssm_time_step_rank(config["mamba_n_heads"])
     if arch == "jamba":
         _add_jamba(writer, config)
+    if arch == "step35":
+        _add_step35(writer, config)
     if config["model_type"] in ("bamba", "granitemoehybrid", "nemotron_h"):
         _add_mamba(writer, config, arch)
     if "use_parallel_residual" in config:
@@ -393,6 +423,27 @@ def _add_gemma3n(writer: GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_float32("gemma3n.attention.shared_kv_layers", float(config["num_kv_shared_layers"]))
     shares = torch.tensor(config["activation_sparsity_pattern"], dtype=torch.float32)
     writer.add_activation_sparsity_scale(torch.special.ndtri(shares).tolist())
+
+
+def _add_step35(writer: GGUFWriter, config: dict[str, Any]) -> None:
+    windows = [kind == SLIDING for kind in config["layer_types"]]
+    heads = (config["num_attention_heads"], config["num_sliding_attention_heads"])
+    # The layer that drafts tokens has a window.
+    every = [*windows, True]
+    writer.add_block_count(len(every))
+    writer.add_nextn_predict_layers(1)
+    writer.add_head_count([heads[windowed] for windowed in every])
+    writer.add_head_count_kv([config["num_key_value_heads"]] * len(every))
+    writer.add_sliding_window(config["sliding_window"])
+    writer.add_sliding_window_pattern(every)
+    writer.add_rope_freq_base_swa(config["rope_parameters"][SLIDING]["rope_theta"])
+    writer.add_expert_shared_feed_forward_length(config["share_expert_dim"])
+    writer.add_expert_weights_scale(config["moe_router_scaling_factor"])
+    writer.add_expert_weights_norm(value=True)
+    writer.add_leading_dense_block_count(config["mlp_layer_types"].index("sparse"))
+    writer.add_moe_every_n_layers(1)
+    writer.add_swiglu_clamp_exp([each or 0.0 for each in [*config["swiglu_limits"], None]])
+    writer.add_swiglu_clamp_shexp([each or 0.0 for each in [*config["swiglu_limits_shared"], None]])
 
 
 def _add_gemma4(writer: GGUFWriter, config: dict[str, Any]) -> None:
@@ -496,7 +547,7 @@ def _add_rotary(writer: GGUFWriter, config: dict[str, Any], arch: str) -> None:
     rope = rope.get("full_attention", rope)
     theta = rope.get("rope_theta")
     part = _first(rope, "partial_rotary_factor") or config.get("partial_rotary_factor") or config.get("rotary_pct")
-    if arch == "gemma4":
+    if arch in ("gemma4", "step35"):
         pass
     elif arch == "minimax-m2":
         writer.add_rope_dimension_count(config["rotary_dim"])
@@ -584,7 +635,7 @@ def _add_experts(writer: GGUFWriter, config: dict[str, Any], arch: str) -> None:
         writer.add_expert_weights_norm(config["norm_topk_prob"])
         writer.add_expert_group_count(config["n_group"])
         writer.add_expert_group_used_count(config["topk_group"])
-    if arch in ("afmoe", "glm4moe", "dots1", "kimi-linear", "lfm2moe", "minimax-m2"):
+    if arch in ("afmoe", "glm4moe", "dots1", "kimi-linear", "lfm2moe", "minimax-m2", "step35"):
         writer.add_expert_gating_func(SIGMOID)
 
 
@@ -616,7 +667,7 @@ def _changed(name: str, tensor: np.ndarray, config: dict[str, Any], arch: str) -
     head_dim, hidden = _head_dim(config), tensor.shape[-1]
     found = re.search(r"layers\.(\d+)\.", name)
     block = f"blk.{found[1]}." if found is not None else ""
-    for given, stored in (("e_score_correction_bias", "e_score_correction.bias"), ("expert_bias", "expert_bias.bias")):
+    for given, stored in CORRECTIONS.items():
         if name.endswith(given):
             return [(name.replace(given, stored), tensor.reshape(-1))]
     if arch == "falcon-h1":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -217,9 +217,10 @@ OF_WHOLES: dict[str, dict[str, Any]] = {
 """What else configurations need to be small, or at all."""
 
 
-def save(case: str, folder: Path, **changes: object) -> Path:
-    """Saves a random model, always the same one. ``changes`` are settings of the whole."""
+def save(case: str, folder: Path, of_text: Mapping[str, object] | None = None, **changes: object) -> Path:
+    """Saves a random model, always the same one. ``of_text`` are settings of its part, and ``changes`` of the whole."""
     kind, text, vision = CASES[case]
+    text = {**text, **(of_text or {})}
     torch.manual_seed(sum(case.encode()))
     auto: Any = AutoModelForImageTextToText
     of_kind: Any = CONFIG_MAPPING[kind]

@@ -26,10 +26,12 @@ from pdserve.models.runner import StepRow
 from pdserve.models.table import FAMILIES, TEXT_PARTS
 from pdserve.settings import cache_folder
 from pdserve_kernels.cpu.compiled_kernels import CompiledKernels
-from tests.models.converted_gguf import CONVERTED, Converted, save_converted
+from tests.models.converted_gguf import CONVERTED, HALVES, Converted, save_converted
 from tests.models.greedy import greedy_tokens, small_runner
 from tests.models.grouped_runner import GroupedRunner
 from tests.models.rank_program import Case
+from tests.models.test_composites import CASES as COMPOSITES
+from tests.models.test_composites import save as save_whole
 from tests.models.test_tensor_parallel import computed
 from tests.models.tiny_families import CASES, FULL, save_tiny
 from tests.tiny_models import FAMILIES as OLDER
@@ -43,6 +45,8 @@ SINGLE = [(arch, converted) for arch, cases in sorted(CONVERTED.items()) for con
 def save(converted: Converted, folder: Path) -> Path:
     if converted.case in CASES:
         return save_tiny(converted.case, folder, **converted.changes)
+    if converted.case in COMPOSITES:
+        return save_whole(converted.case, folder, converted.changes)
     return save_tiny_model(converted.case, folder, **converted.changes)
 
 
@@ -125,6 +129,33 @@ REFUSED: list[tuple[str, str, Callable[[GGUFWriter], object], str]] = [
     ("kimi-linear", "kimi-linear", lambda file: file.add_head_count_kv(1), "head_count_kv .* is '1'; list is needed"),
     ("kimi-linear", "kimi-linear", lambda file: file.add_expert_weights_norm(value=False), "weights_norm .* is False"),
     ("kimi-linear", "kimi-linear", lambda file: file.add_moe_latent_size(8), r"kimi-linear\.moe_latent_size 8"),
+    ("step35", "step3p7", lambda file: file.add_head_count([6, 8, 8, 8, 8]), "head_count .* not one for each kind of"),
+    ("step35", "step3p7", lambda file: file.add_head_count([6, 8]), r"head_count .* has 2 values, for 4 layers"),
+    (
+        "step35",
+        "step3p7",
+        lambda file: file.add_array("step35.attention.head_count", ["6"] * 5),
+        "head_count .* is '6'",
+    ),
+    (
+        "step35",
+        "step3p7",
+        lambda file: file.add_head_count_kv([2, 4, 2, 4, 2]),
+        r"head_count_kv .* has \[2, 4\]; only one",
+    ),
+    ("step35", "step3p7", lambda file: file.add_rope_dimension_count(6), r"step35\.rope\.dimension_count .* is 6"),
+    ("step35", "step3p7", lambda file: file.add_rope_scaling_factor(4.0), r"step35\.rope\.scaling\.type of .* is not"),
+    ("step35", "step3p7", lambda file: file.kv_data[0].pop("step35.rope.freq_base_swa"), "freq_base_swa .* is missing"),
+    ("step35", "step3p7", lambda file: file.add_leading_dense_block_count(2), "block_count .* is 2, but tensors say 1"),
+    ("step35", "step3p7", lambda file: file.add_moe_every_n_layers(2), r"step35\.moe_every_n_layers 2"),
+    ("step35", "step3p7", lambda file: file.add_swiglu_clamp_exp([5.0] * 5), "swiglu_limits must be one of 0, 7, 16"),
+    ("step35", "step3p7", lambda file: file.add_swiglu_clamp_shexp([7.0]), "swiglu_limits must be one of 0, 7, 16"),
+    (
+        "step35",
+        "step3p7",
+        lambda file: file.add_tensor("rope_freqs.weight", np.ones(4, np.float32)),
+        r"rope_freqs\.weight of .* has 4 numbers; 3 are needed",
+    ),
     ("jamba", "jamba", lambda file: file.add_head_count_kv([2, 2, 0]), r"attention in layers \[0, 1\]; one in so many"),
     ("qwen3next", "qwen3-next", lambda file: file.add_ssm_inner_size(71), r"103 convolved channels, .* have 104"),
     ("qwen35", "qwen3-5", lambda file: file.add_ssm_time_step_rank(5), r"inner_size 72 .* over 5 heads"),
@@ -134,7 +165,7 @@ REFUSED: list[tuple[str, str, Callable[[GGUFWriter], object], str]] = [
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Returns a function that saves the model of a case, once for all tests that have it refused."""
-    return cache(lambda case: save_tiny(case, tmp_path_factory.mktemp(case)))
+    return cache(lambda case: save(Converted(case, HALVES if case == "step3p7" else {}), tmp_path_factory.mktemp(case)))
 
 
 @pytest.mark.parametrize(("arch", "case", "extra", "message"), REFUSED, ids=[each[3] for each in REFUSED])
@@ -366,7 +397,9 @@ def test_ranks_take_the_value_heads_of_their_key_heads(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("arch", CONVERTED)
 def test_the_table_has_the_family_of_each_case(arch: str) -> None:
-    kinds = {(CASES[each.case][0] if each.case in CASES else OLDER[each.case].model_type) for each in CONVERTED[arch]}
+    known = {case: family for case, (family, *_) in CASES.items()} | {"step3p7": "step3p5"}
+    known |= {case: config.model_type for case, config in OLDER.items()}
+    kinds = {known[each.case] for each in CONVERTED[arch]}
     assert kinds <= ARCHITECTURES[arch].families
     assert ARCHITECTURES[arch].families <= FAMILIES.keys() | TEXT_PARTS.keys()
 

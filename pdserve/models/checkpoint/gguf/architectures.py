@@ -200,6 +200,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "seed_oss": Architecture("seed_oss", norms=BEFORE_BOTH),
     "smollm3": Architecture("smollm3", permuted=True),
     "stablelm": Architecture("stablelm"),
+    "step35": Architecture("step3p5", shifted_norms=True, required=(WINDOW,), only={"moe_every_n_layers": 1}),
     "starcoder": Architecture("gpt_bigcode"),
     "starcoder2": Architecture("starcoder2"),
 }
@@ -231,6 +232,7 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "expert_shared_feed_forward_length": (
         "shared_expert_intermediate_size",
         "shared_intermediate_size",
+        "share_expert_dim",
         "moe_shared_expert_intermediate_size",
     ),
     "expert_used_count": ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts"),
@@ -250,6 +252,8 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "ssm.group_count": ("linear_num_key_heads", "mamba_n_groups", "n_groups"),
     "ssm.state_size": ("linear_key_head_dim", "mamba_d_state", "ssm_state_size", "state_size"),
     "ssm.time_step_rank": ("linear_num_value_heads", "mamba_n_heads", "mamba_num_heads", "time_step_rank"),
+    "swiglu_clamp_exp": ("swiglu_limits",),
+    "swiglu_clamp_shexp": ("swiglu_limits_shared",),
     "use_parallel_residual": ("use_parallel_residual",),
 }
 """The settings that a key sets: those of these names that the family has. A key that sets none is not supported."""
@@ -306,6 +310,12 @@ OF_UNLIKE_HEADS = frozenset(
     }
 )
 """Keys of windows in a Gemma 4, whose other layers have heads of another size."""
+OF_FAMILIES: dict[str, frozenset[str]] = {
+    "gemma4_text": OF_UNLIKE_HEADS,
+    "ministral3": OF_GROWING_QUERIES,
+    "step3p5": frozenset({"rope.freq_base_swa"}),
+}
+"""Keys that only the files of these families may have."""
 
 COMPUTED: dict[str, tuple[str, ...]] = {
     "activation_sparsity_scale": ("activation_sparsity_pattern",),
@@ -314,6 +324,7 @@ COMPUTED: dict[str, tuple[str, ...]] = {
     "attention.q_lora_rank": ("kv_lora_rank",),
     "attention.value_length_mla": ("kv_lora_rank",),
     "attention.recurrent_layers": ("full_attention_interval",),
+    "leading_dense_block_count": ("moe_layers_enum",),
     INNER_NORMS: ("time_step_rank",),
     "ssm.inner_size": ("linear_value_head_dim", "mamba_d_head", "mamba_head_dim", "mamba_dt_rank", "state_size"),
     "ssm.time_step_rank": ("mamba_dt_rank", "state_size"),

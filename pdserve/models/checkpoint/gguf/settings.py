@@ -21,8 +21,7 @@ from pdserve.models.checkpoint.gguf.architectures import (
     INNER_NORMS,
     KNOWS_POSITIONS,
     NEUTRAL,
-    OF_GROWING_QUERIES,
-    OF_UNLIKE_HEADS,
+    OF_FAMILIES,
     PART_OF_EXPERTS,
     PART_OF_SHARED,
     READ_OTHERWISE,
@@ -48,6 +47,7 @@ from pdserve.models.checkpoint.gguf.states import (
     with_heads_of_states,
     with_one_number,
 )
+from pdserve.models.families.deepseek import DENSE, SPARSE
 from pdserve.models.families.settings import FULL, SLIDING, FamilySettings
 from pdserve.models.recipe import (
     AttentionRecipe,
@@ -59,9 +59,10 @@ from pdserve.models.recipe import (
     ModelRecipe,
     Rotary,
 )
-from pdserve.models.table import FAMILIES, settings_from_values
+from pdserve.models.table import FAMILIES, TEXT_PARTS, settings_from_values
 from pdserve_kernels.feed_forward import Scoring
 
+KINDS = FAMILIES | TEXT_PARTS
 ROTARY_DIVISORS = "rope_freqs.weight"
 """The tensor with the divisor of each rotary frequency: Llama 3's scaling, in numbers."""
 LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
@@ -114,7 +115,7 @@ def gguf_settings(file: GgufFile) -> tuple[str, FamilySettings]:
         )
     width = file.own("rope.dimension_count", int, head_dim)
     # A family rounds down, and one that turns whole heads is checked below.
-    turned = (width + 0.5) / head_dim if width != head_dim and FAMILIES[family].partly_turned else 1.0
+    turned = (width + 0.5) / head_dim if width != head_dim and KINDS[family].partly_turned else 1.0
     names = _names_of(family)
     values: dict[str, Any] = dict(architecture_of(file).settings)
     values |= {
@@ -137,11 +138,13 @@ def gguf_settings(file: GgufFile) -> tuple[str, FamilySettings]:
         **_by_tensors(file, family, hidden // heads),
         **(_gemma3n(given) if family == "gemma3n_text" else {}),
         **(_gemma4(given) if family == "gemma4_text" else {}),
+        **(_step35(given) if family == "step3p5" else {}),
         **hybrid_settings(given, family),
         **(latent_settings(file, family) if latents else {}),
     }
     try:
         settings = settings_from_values(family, {names[name]: value for name, value in values.items()})
+        settings.check()
     except ModelError as exc:
         raise ModelError(f"the settings in {file.path} do not fit together: {exc}") from exc
     _check_read(file, settings)
@@ -151,12 +154,17 @@ def gguf_settings(file: GgufFile) -> tuple[str, FamilySettings]:
 def _evened(file: GgufFile) -> GgufFile:
     """Returns the file with one number for all layers where there is one for each layer or kind of layers.
 
-    The number of a Gemma 4 is that of layers with a window, and ``_gemma4`` reads the others. Raises ModelError.
+    The number of a Gemma 4 is that of layers with a window, and ``_gemma4`` reads the others. For a Step 3.5 it is the
+    other way round, and ``_step35`` does. Raises ModelError.
     """
     if file.architecture in WITHOUT_ATTENTION:
         return with_heads_of_states(file)
     if file.architecture == "gemma3n":
         return with_one_number(_with_first_channels(file), ())
+    if file.architecture == "step35":
+        every, windows = _query_heads(file), _pattern(file)
+        one = {file.key("attention.head_count"): every[windows.index(False) if False in windows else 0]}
+        return with_one_number(replace(file, metadata=file.metadata | one), ())
     if file.architecture != "gemma4":
         return with_one_number(file, architecture_of(file).of_layers)
     changed = dict(_with_first_channels(file).metadata)
@@ -180,10 +188,21 @@ def _with_first_channels(file: GgufFile) -> GgufFile:
 
 def _pattern(file: GgufFile) -> list[bool]:
     """Returns for each layer whether it has a window. Raises ModelError if the file does not say it of each."""
-    pattern = file.own("attention.sliding_window_pattern", list)
-    if len(pattern) != layer_count(file):
-        raise ModelError(f"{file.key('attention.sliding_window_pattern')} of {file.path} is not of {layer_count(file)}")
-    return [bool(each) for each in pattern]
+    return [bool(each) for each in _of_each(file, "attention.sliding_window_pattern")]
+
+
+def _of_each(file: GgufFile, key: str) -> list[Any]:
+    """Returns what a key has for each layer; it may have it for those that draft, too. Raises ModelError."""
+    given, layers = file.own(key, list), layer_count(file)
+    if layers < 1 or len(given) not in (layers, file.own("block_count", int)):
+        raise ModelError(f"{file.key(key)} of {file.path} has {len(given)} values, for {layers} layers")
+    return given[:layers]
+
+
+def _query_heads(file: GgufFile) -> list[Any]:
+    """Returns the query heads of each layer, which may be one number for all. Raises ModelError."""
+    heads = file.metadata.get(file.key("attention.head_count"))
+    return _of_each(file, "attention.head_count") if isinstance(heads, list) else [heads] * len(_pattern(file))
 
 
 def _gemma3n(file: GgufFile) -> dict[str, Any]:
@@ -254,6 +273,35 @@ def _gemma4(file: GgufFile) -> dict[str, Any]:
     }
 
 
+def _step35(file: GgufFile) -> dict[str, Any]:
+    """Returns the settings of a Step 3.5 that its layers do not share, or that its tensors say. Raises ModelError."""
+    windows, dim = _pattern(file), file.own("attention.key_length", int)
+    heads = _query_heads(file)
+    whole = all(isinstance(each, int) for each in heads)
+    of_kinds = set(zip(windows, heads, strict=True)) if whole else set()
+    if len(of_kinds) != len(set(windows)):
+        raise ModelError(f"{file.key('attention.head_count')} of {file.path} is not one for each kind of layer")
+    if (width := file.own("rope.dimension_count", int, dim)) != dim:
+        raise ModelError(f"{file.key('rope.dimension_count')} of {file.path} is {width}; only {dim} is supported")
+    if _rotary(file)["rope_type"] != "default":
+        raise ModelError(f"{file.key('rope.scaling.type')} of {file.path} is not supported")
+    routed = [f"blk.{index}.ffn_gate_inp.weight" in file.tensors for index in range(len(windows))]
+    dense = routed.index(True) if True in routed else len(routed)
+    if (said := file.own("leading_dense_block_count", int, dense)) != dense:
+        raise ModelError(f"{file.key('leading_dense_block_count')} of {file.path} is {said}, but tensors say {dense}")
+    return {
+        "num_sliding_attention_heads": dict(of_kinds).get(True),
+        "mlp_layer_types": [SPARSE if each else DENSE for each in routed],
+        "moe_router_scaling_factor": file.own("expert_weights_scale", float, 0.0) or 1.0,
+        "rope_scaling": None,
+        # llama.cpp takes it for granted that layers that see all turn half of a head.
+        "rope_parameters": {
+            FULL: {"partial_rotary_factor": 0.5, "rope_theta": file.own("rope.freq_base", float)},
+            SLIDING: {"partial_rotary_factor": 1.0, "rope_theta": file.own("rope.freq_base_swa", float)},
+        },
+    }
+
+
 def check_keys(file: GgufFile) -> str:
     """Returns the file's family. Raises ModelError for a key that is missing, or that nothing would read."""
     known, file = architecture_of(file), _evened(file)
@@ -297,14 +345,14 @@ def _is_known(file: GgufFile, key: str, family: str) -> bool:
     if key == "attention.sliding_window" and "sliding_window" not in names:
         return not 0 < file.own(key, int) < file.own("context_length", int)
     known = architecture_of(file)
-    own = {"gemma4_text": OF_UNLIKE_HEADS, "ministral3": OF_GROWING_QUERIES}.get(family, ())
+    own = OF_FAMILIES.get(family, ())
     if key in own or key.startswith(known.unread):
         return True
     if known.latents and (key == "rope.scaling.yarn_log_multiplier" or (key in OF_EXPERTS and "n_group" not in names)):
         # Where there are experts without a place for them, their tensors have none either.
         return True
     if key == "rope.dimension_sections":
-        return FAMILIES[family].three_axes
+        return KINDS[family].three_axes
     if key == "rope.freq_base_swa" and file.metadata[file.key(key)] == file.metadata.get(file.key("rope.freq_base")):
         return True
     if key == "attention.sliding_window_pattern" and "layer_types" not in names:
@@ -327,7 +375,7 @@ def _head_dim(file: GgufFile) -> int:
 
 def _names_of(family: str) -> dict[str, str]:
     """Returns the names of a family's settings, and what its ``config.json`` calls each."""
-    return {each.name: each.encode_name for each in msgspec.structs.fields(FAMILIES[family])}
+    return {each.name: each.encode_name for each in msgspec.structs.fields(KINDS[family])}
 
 
 def _vocabulary(file: GgufFile) -> int:
@@ -478,8 +526,8 @@ def _check_read(file: GgufFile, settings: FamilySettings) -> None:
 
 def _check_turned(file: GgufFile, settings: FamilySettings) -> None:
     """Raises ModelError if the family turns another part of heads than the file says."""
-    if file.architecture == "gemma4":
-        return
+    if file.architecture in ("gemma4", "step35"):
+        return  # Each kind of layer has its own, and those are checked.
     head_dim = settings.head_size()
     width = file.own("rope.dimension_count", int, head_dim)
     layers = (settings.layer(index).attention for index in range(settings.num_hidden_layers))
@@ -497,10 +545,29 @@ def gguf_recipe(file: GgufFile, settings: FamilySettings) -> ModelRecipe:
     recipe, known = settings.recipe(), architecture_of(file)
     # Those of a Gemma 4 are settings of its family.
     divisors = _vector(file, ROTARY_DIVISORS) if file.architecture != "gemma4" else ()
-    layers = tuple(_layer(file, f"blk.{index}.", layer, divisors) for index, layer in enumerate(recipe.layers))
+    of_layers = [_divisors(file, divisors, layer.attention, settings.head_size()) for layer in recipe.layers]
+    each = enumerate(zip(recipe.layers, of_layers, strict=True))
+    layers = tuple(_layer(file, f"blk.{index}.", layer, own) for index, (layer, own) in each)
     if known.permuted and any(layer.attention and layer.attention.fused for layer in layers):
         raise ModelError(f"{file.path} has fused queries and keys, which a {file.architecture} never has")
     return replace(recipe, layers=layers, head_biased="output.bias" in file.tensors, draft=None)
+
+
+def _divisors(
+    file: GgufFile, given: tuple[float, ...], attention: AttentionRecipe | None, head_dim: int
+) -> tuple[float, ...]:
+    """Returns the divisors of a layer's frequencies. Raises ModelError if the file has another number of them."""
+    if not given or attention is None or attention.rotary is None:
+        return ()
+    needed = (attention.rotary.width or head_dim) // 2
+    if file.architecture == "step35":
+        if attention.window is not None:
+            return ()
+        # The converter has one for each frequency of a whole head. Of half a head, these are every second one.
+        given = given[:: head_dim // 2 // needed] if len(given) == head_dim // 2 else given
+    if len(given) != needed:
+        raise ModelError(f"{ROTARY_DIVISORS} of {file.path} has {len(given)} numbers; {needed} are needed")
+    return given
 
 
 def _layer(file: GgufFile, block: str, layer: LayerRecipe, divisors: tuple[float, ...]) -> LayerRecipe:

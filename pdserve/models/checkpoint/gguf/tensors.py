@@ -285,7 +285,7 @@ def gguf_tensors(file: GgufFile, recipe: ModelRecipe) -> dict[str, GgufTensor]:
         block, prefix = f"blk.{index}.", f"{recipe.layer_prefix}{index}."
         names |= {block + part: prefix + name for part, name in _layer_names(layer, known).items()}
         whole |= {block + part: prefix + name for part, name in _whole_names(layer).items()}
-    in_heads = dict(_tensors_in_heads(recipe, file.own("attention.head_count", int)))
+    in_heads = dict(_tensors_in_heads(file, recipe))
     drafting = tuple(f"blk.{index}." for index in range(len(recipe.layers), file.own("block_count", int)))
     found: dict[str, GgufTensor] = {}
     mixing: set[str] = set()
@@ -351,11 +351,12 @@ def _layer_names(layer: LayerRecipe, known: Architecture) -> dict[str, str]:
     return names
 
 
-def _tensors_in_heads(recipe: ModelRecipe, heads: int) -> Iterator[tuple[str, tuple[int, int]]]:
+def _tensors_in_heads(file: GgufFile, recipe: ModelRecipe) -> Iterator[tuple[str, tuple[int, int]]]:
     """Returns the file's names of tensors with a dimension of heads, and their shape as matrices."""
     for index, layer in enumerate(recipe.layers):
         latent = None if layer.attention is None else layer.attention.latent
         if latent is not None and latent.key_up:
+            heads = file.own("attention.head_count", int)
             yield f"blk.{index}.attn_k_b", (heads * latent.rank, latent.plain)
             yield f"blk.{index}.attn_v_b", (heads * latent.value, latent.rank)
 
