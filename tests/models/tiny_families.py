@@ -461,6 +461,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "laguna-channels": ("laguna", LAGUNA | {"gating": "per-element", "num_attention_heads_per_layer": None}),
     "trinity": ("afmoe", TRINITY),
     "mimo": ("mimo_v2_flash", MIMO),
+    "mimo-wide": ("mimo_v2_flash", MIMO | {"v_head_dim": 12}),
     "mimo-dense": (
         "mimo_v2_flash",
         MIMO | {"mlp_layer_types": ["dense"] * 3, "attention_value_scale": None, "attention_bias": True},

@@ -103,7 +103,7 @@ class SelfAttention:
     def _by_head(self, qkv: torch.Tensor) -> torch.Tensor:
         """Returns what is projected as ``[tokens, heads, head_dim]``, with zeros behind values that are narrower."""
         tokens, dim = qkv.shape[0], self._head_dim
-        if self._value_dim == dim:
+        if self._value_dim == dim and self._value_scale == 1.0:
             return qkv.view(tokens, -1, dim)
         query_key, value = torch.split(qkv, [qkv.shape[1] - (size := self._kv_heads * self._value_dim), size], 1)
         value = value.view(tokens, -1, self._value_dim) * self._value_scale
