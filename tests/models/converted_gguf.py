@@ -123,6 +123,10 @@ CONVERTED: dict[str, list[Converted]] = {
     ],
     "mamba": [Converted("mamba", {}), Converted("falcon-mamba", {})],
     "mamba2": [Converted("mamba2", {}), Converted("mamba2-groups", {})],
+    "mimo2": [
+        Converted("mimo", {"routed_scaling_factor": None}),
+        Converted("mimo-wide", {"routed_scaling_factor": None}),
+    ],
     "minicpm3": [Converted("minicpm3", {"dim_model_base": 256})],
     "mistral3": [
         Converted("ministral3-full", {}),
@@ -345,6 +349,8 @@ def _add_settings(writer: GGUFWriter, config: dict[str, Any], arch: str) -> None
         _add_jamba(writer, config)
     if arch == "step35":
         _add_step35(writer, config)
+    if arch == "mimo2":
+        _add_mimo(writer, config)
     if config["model_type"] in ("bamba", "granitemoehybrid", "nemotron_h"):
         _add_mamba(writer, config, arch)
     if "use_parallel_residual" in config:
@@ -423,6 +429,25 @@ def _add_gemma3n(writer: GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_float32("gemma3n.attention.shared_kv_layers", float(config["num_kv_shared_layers"]))
     shares = torch.tensor(config["activation_sparsity_pattern"], dtype=torch.float32)
     writer.add_activation_sparsity_scale(torch.special.ndtri(shares).tolist())
+
+
+def _add_mimo(writer: GGUFWriter, config: dict[str, Any]) -> None:
+    windows = [kind == SLIDING for kind in config["layer_types"]]
+    # Three layers that draft tokens have windows.
+    every, rope = [*windows, True, True, True], config["rope_parameters"]
+    writer.add_block_count(len(every))
+    writer.add_nextn_predict_layers(3)
+    writer.add_head_count_kv([config["num_key_value_heads"] * (2 if windowed else 1) for windowed in every])
+    # The released configuration does not count the newest token.
+    writer.add_sliding_window(config["sliding_window"] - 1)
+    writer.add_array("mimo2.attention.sliding_window_pattern", [int(each) for each in every])
+    writer.add_value_length(config["v_head_dim"])
+    writer.add_rope_dimension_count(int(config["head_dim"] * rope[FULL]["partial_rotary_factor"]))
+    writer.add_rope_freq_base_swa(rope[SLIDING]["rope_theta"])
+    writer.add_expert_group_count(config["n_group"])
+    writer.add_expert_group_used_count(config["topk_group"])
+    # The package has no name for this one yet.
+    writer.add_float32("mimo2.attention.value_scale", config["attention_value_scale"])
 
 
 def _add_step35(writer: GGUFWriter, config: dict[str, Any]) -> None:
@@ -547,7 +572,7 @@ def _add_rotary(writer: GGUFWriter, config: dict[str, Any], arch: str) -> None:
     rope = rope.get("full_attention", rope)
     theta = rope.get("rope_theta")
     part = _first(rope, "partial_rotary_factor") or config.get("partial_rotary_factor") or config.get("rotary_pct")
-    if arch in ("gemma4", "step35"):
+    if arch in ("gemma4", "mimo2", "step35"):
         pass
     elif arch == "minimax-m2":
         writer.add_rope_dimension_count(config["rotary_dim"])
@@ -635,7 +660,7 @@ def _add_experts(writer: GGUFWriter, config: dict[str, Any], arch: str) -> None:
         writer.add_expert_weights_norm(config["norm_topk_prob"])
         writer.add_expert_group_count(config["n_group"])
         writer.add_expert_group_used_count(config["topk_group"])
-    if arch in ("afmoe", "glm4moe", "dots1", "kimi-linear", "lfm2moe", "minimax-m2", "step35"):
+    if arch in ("afmoe", "glm4moe", "dots1", "kimi-linear", "lfm2moe", "mimo2", "minimax-m2", "step35"):
         writer.add_expert_gating_func(SIGMOID)
 
 
@@ -696,7 +721,7 @@ def _changed(name: str, tensor: np.ndarray, config: dict[str, Any], arch: str) -
         return [(f"{block}ffn_{part}{kind}.weight", each) for part, each in (("gate", gate), ("up", up))]
     if dense and name.endswith("shared_mlp.output_linear.weight"):
         return [(f"{block}ffn_down.weight", tensor)]
-    if arch == "gpt-oss" and name.endswith("sinks"):
+    if arch in ("gpt-oss", "mimo2") and name.endswith(("sinks", "attention_sink_bias")):
         return [(f"{name}.weight", tensor)]
     if arch == "gpt-oss" and ".experts." in name:
         stem, kind = (name.removesuffix("_bias"), "bias") if name.endswith("_bias") else (name, "weight")

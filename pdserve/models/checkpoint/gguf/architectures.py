@@ -154,6 +154,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "llama4": Architecture("llama4_text"),
     "mamba": Architecture("mamba", with_inner_norms="falcon_mamba", required=OF_CHANNELS, unread=(CHANNELS,)),
     "mamba2": Architecture("mamba2", required=STATE_SPACE, unread=(CHANNELS,)),
+    "mimo2": Architecture("mimo_v2_flash", required=(WINDOW,), only={"expert_weights_norm": 1}),
     "minicpm3": Architecture("minicpm3", latents=True),
     "minimax-m2": Architecture("minimax_m2"),
     "mistral3": Architecture("ministral3", permuted=True),
@@ -219,6 +220,7 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "attention.layer_norm_rms_epsilon": ("rms_norm_eps",),
     "attention.scale": ("attention_multiplier",),
     "attention.shared_kv_layers": ("num_kv_shared_layers",),
+    "attention.value_scale": ("attention_value_scale",),
     "attn_logit_softcapping": ("attn_logit_softcapping",),
     "context_length": ("max_position_embeddings",),
     "embedding_length": ("hidden_size",),
@@ -312,6 +314,7 @@ OF_UNLIKE_HEADS = frozenset(
 """Keys of windows in a Gemma 4, whose other layers have heads of another size."""
 OF_FAMILIES: dict[str, frozenset[str]] = {
     "gemma4_text": OF_UNLIKE_HEADS,
+    "mimo_v2_flash": frozenset({"rope.freq_base_swa"}),
     "ministral3": OF_GROWING_QUERIES,
     "step3p5": frozenset({"rope.freq_base_swa"}),
 }

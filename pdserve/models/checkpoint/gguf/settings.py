@@ -20,6 +20,7 @@ from pdserve.models.checkpoint.gguf.architectures import (
     FEED_FORWARD,
     INNER_NORMS,
     KNOWS_POSITIONS,
+    KV_HEADS,
     NEUTRAL,
     OF_FAMILIES,
     PART_OF_EXPERTS,
@@ -28,6 +29,7 @@ from pdserve.models.checkpoint.gguf.architectures import (
     REQUIRED,
     REQUIRED_OF_EXPERTS,
     SETTINGS,
+    WINDOW,
     WITHOUT_EFFECT,
     Architecture,
 )
@@ -100,8 +102,8 @@ def gguf_settings(file: GgufFile) -> tuple[str, FamilySettings]:
 
     Raises ModelError for an architecture, or a setting of one, that is not known to be computed exactly.
     """
-    given, file = file, _evened(file)
     family = check_keys(file)
+    given, file = file, _evened(file)
     hidden, heads = file.own("embedding_length", int), file.own("attention.head_count", int)
     head_dim, latents = _head_dim(file), architecture_of(file).latents
     if head_dim < 2 or head_dim % 2:
@@ -109,14 +111,15 @@ def gguf_settings(file: GgufFile) -> tuple[str, FamilySettings]:
     layers = layer_count(file)
     if layers > len(file.tensors):
         raise ModelError(f"{file.path} has {layers} layers, but only {len(file.tensors)} tensors")
-    if not latents and (found := file.own("attention.value_length", int, head_dim)) != head_dim:
+    names = _names_of(family)
+    narrow = latents or "v_head_dim" in names
+    if not narrow and (found := file.own("attention.value_length", int, head_dim)) != head_dim:
         raise ModelError(
             f"{file.key('attention.value_length')} of {file.path} is {found}; only {head_dim} is supported"
         )
     width = file.own("rope.dimension_count", int, head_dim)
     # A family rounds down, and one that turns whole heads is checked below.
     turned = (width + 0.5) / head_dim if width != head_dim and KINDS[family].partly_turned else 1.0
-    names = _names_of(family)
     values: dict[str, Any] = dict(architecture_of(file).settings)
     values |= {
         setting: file.metadata[file.key(key)]
@@ -139,6 +142,7 @@ def gguf_settings(file: GgufFile) -> tuple[str, FamilySettings]:
         **(_gemma3n(given) if family == "gemma3n_text" else {}),
         **(_gemma4(given) if family == "gemma4_text" else {}),
         **(_step35(given) if family == "step3p5" else {}),
+        **(_mimo(given, turned) if family == "mimo_v2_flash" else {}),
         **hybrid_settings(given, family),
         **(latent_settings(file, family) if latents else {}),
     }
@@ -165,6 +169,11 @@ def _evened(file: GgufFile) -> GgufFile:
         every, windows = _query_heads(file), _pattern(file)
         one = {file.key("attention.head_count"): every[windows.index(False) if False in windows else 0]}
         return with_one_number(replace(file, metadata=file.metadata | one), ())
+    if file.architecture == "mimo2":
+        # The file does not count the newest token of a window.
+        window = file.own(WINDOW, int)
+        one = {file.key(KV_HEADS): _kv_heads_of_all(file), file.key(WINDOW): window + 1 if window > 0 else 0}
+        return replace(file, metadata=file.metadata | one)
     if file.architecture != "gemma4":
         return with_one_number(file, architecture_of(file).of_layers)
     changed = dict(_with_first_channels(file).metadata)
@@ -197,6 +206,17 @@ def _of_each(file: GgufFile, key: str) -> list[Any]:
     if layers < 1 or len(given) not in (layers, file.own("block_count", int)):
         raise ModelError(f"{file.key(key)} of {file.path} has {len(given)} values, for {layers} layers")
     return given[:layers]
+
+
+def _kv_heads_of_all(file: GgufFile) -> int:
+    """Returns the KV heads of a MiMo V2's layers that see all; others have twice as many. Raises ModelError."""
+    found = {
+        heads / (2 if windowed else 1) if isinstance(heads, int) else 0.0
+        for heads, windowed in zip(_of_each(file, KV_HEADS), _pattern(file), strict=True)
+    }
+    if len(found) > 1 or (least := min(found)) < 1 or not least.is_integer():
+        raise ModelError(f"{file.key(KV_HEADS)} of {file.path} is not a number, and twice that in layers with windows")
+    return int(least)
 
 
 def _query_heads(file: GgufFile) -> list[Any]:
@@ -273,6 +293,34 @@ def _gemma4(file: GgufFile) -> dict[str, Any]:
     }
 
 
+def _mimo(file: GgufFile, turned: float) -> dict[str, Any]:
+    """Returns the settings of a MiMo V2 that its layers do not share, or that its tensors say. Raises ModelError."""
+    if file.key("attention.value_scale") not in file.metadata:
+        raise ModelError(
+            f"{file.path} does not say what values are multiplied by ({file.key('attention.value_scale')}); "
+            "a newer file of the model does"
+        )
+    bases = {FULL: "rope.freq_base", SLIDING: "rope.freq_base_swa"}
+    return {
+        "v_head_dim": file.own("attention.value_length", int),
+        "mlp_layer_types": [SPARSE if each else DENSE for each in _routed(file)],
+        **_of_kinds(file, {kind: (file.own(key, float), turned) for kind, key in bases.items()}),
+    }
+
+
+def _routed(file: GgufFile) -> list[bool]:
+    """Returns for each layer whether it has experts."""
+    return [f"blk.{index}.ffn_gate_inp.weight" in file.tensors for index in range(layer_count(file))]
+
+
+def _of_kinds(file: GgufFile, frequencies: dict[str, tuple[float, float]]) -> dict[str, Any]:
+    """Returns the settings of bases and parts of heads, of each kind of layer. Raises ModelError for a scaling."""
+    if _rotary(file)["rope_type"] != "default":
+        raise ModelError(f"{file.key('rope.scaling.type')} of {file.path} is not supported")
+    of_kinds = {kind: {"rope_theta": each, "partial_rotary_factor": part} for kind, (each, part) in frequencies.items()}
+    return {"rope_scaling": None, "rope_parameters": of_kinds}
+
+
 def _step35(file: GgufFile) -> dict[str, Any]:
     """Returns the settings of a Step 3.5 that its layers do not share, or that its tensors say. Raises ModelError."""
     windows, dim = _pattern(file), file.own("attention.key_length", int)
@@ -283,22 +331,17 @@ def _step35(file: GgufFile) -> dict[str, Any]:
         raise ModelError(f"{file.key('attention.head_count')} of {file.path} is not one for each kind of layer")
     if (width := file.own("rope.dimension_count", int, dim)) != dim:
         raise ModelError(f"{file.key('rope.dimension_count')} of {file.path} is {width}; only {dim} is supported")
-    if _rotary(file)["rope_type"] != "default":
-        raise ModelError(f"{file.key('rope.scaling.type')} of {file.path} is not supported")
-    routed = [f"blk.{index}.ffn_gate_inp.weight" in file.tensors for index in range(len(windows))]
+    routed = _routed(file)
     dense = routed.index(True) if True in routed else len(routed)
     if (said := file.own("leading_dense_block_count", int, dense)) != dense:
         raise ModelError(f"{file.key('leading_dense_block_count')} of {file.path} is {said}, but tensors say {dense}")
+    # llama.cpp takes it for granted that layers that see all turn half of a head.
+    parts = {FULL: (file.own("rope.freq_base", float), 0.5), SLIDING: (file.own("rope.freq_base_swa", float), 1.0)}
     return {
         "num_sliding_attention_heads": dict(of_kinds).get(True),
         "mlp_layer_types": [SPARSE if each else DENSE for each in routed],
         "moe_router_scaling_factor": file.own("expert_weights_scale", float, 0.0) or 1.0,
-        "rope_scaling": None,
-        # llama.cpp takes it for granted that layers that see all turn half of a head.
-        "rope_parameters": {
-            FULL: {"partial_rotary_factor": 0.5, "rope_theta": file.own("rope.freq_base", float)},
-            SLIDING: {"partial_rotary_factor": 1.0, "rope_theta": file.own("rope.freq_base_swa", float)},
-        },
+        **_of_kinds(file, parts),
     }
 
 
@@ -599,6 +642,8 @@ def _attention(file: GgufFile, block: str, attention: AttentionRecipe, divisors:
     if rotary is not None:
         rotary = replace(rotary, divisors=divisors)
     fused = f"{block}attn_qkv.weight" in file.tensors
+    if fused and attention.value_dim is not None:
+        raise ModelError(f"{file.path} has fused queries, keys and values, which is not supported with narrower values")
     attention = replace(
         attention,
         rotary=rotary,
