@@ -46,6 +46,7 @@ CHUNKS_OF_LLAMA4 |= {"rope_parameters": {"rope_type": "default", "rope_theta": 1
 ALL_SEE: dict[str, Any] = {"layer_types": [FULL] * 3, "num_experts_per_tok": 0}
 DENSE_CHANNELS: dict[str, Any] = {"shared_intermediate_size": SHAPE["intermediate_size"]}
 """A dense Granite 4 has this setting twice, and llama.cpp reads the other one."""
+GROWING_LATENTS: dict[str, Any] = DEEP_YARN | {"mscale": 1.2, "llama_4_scaling_beta": 0.1}
 HALVES: dict[str, Any] = {"head_dim": 12, "partial_rotary_factors": [0.5, 1.0] * 2}
 HALVES |= {"mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]}
 """llama.cpp takes it for granted that layers without a window turn half of a head."""
@@ -131,6 +132,10 @@ CONVERTED: dict[str, list[Converted]] = {
     "mistral3": [
         Converted("ministral3-full", {}),
         Converted("ministral3-full", {"rope_parameters": GROWING | {"mscale": 1.0, "mscale_all_dim": 1.0}}),
+    ],
+    "mistral4": [
+        Converted("mistral4", {"rope_parameters": GROWING_LATENTS}),
+        Converted("mistral4", {"rope_parameters": GROWING_LATENTS, "norm_topk_prob": False, "q_lora_rank": None}),
     ],
     "minimax-m2": [Converted("minimax-m2", {})],
     "nemotron": [Converted("nemotron", {})],
@@ -305,7 +310,7 @@ def _add_settings(writer: GGUFWriter, config: dict[str, Any], arch: str) -> None
         writer.add_layer_norm_eps(eps)
     if arch == "olmo":
         writer.add_layer_norm_eps(1e-5)
-    if arch in ("deepseek2", "deepseek32", "glm-dsa"):
+    if arch in ("deepseek2", "deepseek32", "glm-dsa", "mistral4"):
         _add_latents(writer, config)
     if arch == "kimi-linear":
         _add_kimi(writer, config)
@@ -393,7 +398,7 @@ def _add_latents(writer: GGUFWriter, config: dict[str, Any]) -> None:
         # Its configuration has no ``scoring_func``, and the file no key for it. The layer that drafts tokens counts.
         writer.add_block_count(config["num_hidden_layers"] + 1)
         writer.add_nextn_predict_layers(1)
-    elif config["model_type"] != "deepseek_v2":
+    elif config["model_type"] not in ("deepseek_v2", "mistral4"):
         writer.add_expert_gating_func(SIGMOID)
     if (groups := config["n_group"]) is not None:
         writer.add_expert_group_count(groups)
@@ -572,7 +577,7 @@ def _add_rotary(writer: GGUFWriter, config: dict[str, Any], arch: str) -> None:
     rope = rope.get("full_attention", rope)
     theta = rope.get("rope_theta")
     part = _first(rope, "partial_rotary_factor") or config.get("partial_rotary_factor") or config.get("rotary_pct")
-    if arch in ("gemma4", "mimo2", "step35"):
+    if arch in ("gemma4", "mimo2", "mistral4", "step35"):
         pass
     elif arch == "minimax-m2":
         writer.add_rope_dimension_count(config["rotary_dim"])
@@ -737,6 +742,8 @@ def _changed(name: str, tensor: np.ndarray, config: dict[str, Any], arch: str) -
     if arch == "gemma4" and ".router." in name and not name.endswith(".weight"):
         part = "ffn_gate_inp" if name.endswith("router.scale") else "ffn_down_exps"
         return [(f"blk.{name.split('.')[2]}.{part}.scale", tensor)]
+    if arch == "mistral4" and ".experts." in name:
+        return [(f"{name}.weight", tensor)]
     if arch == "llama4" and ".experts." in name:
         turned = tensor.swapaxes(1, 2)
         if name.endswith("down_proj"):

@@ -26,7 +26,7 @@ from pdserve.models.runner import StepRow
 from pdserve.models.table import FAMILIES, TEXT_PARTS
 from pdserve.settings import cache_folder
 from pdserve_kernels.cpu.compiled_kernels import CompiledKernels
-from tests.models.converted_gguf import CONVERTED, HALVES, Converted, save_converted
+from tests.models.converted_gguf import CONVERTED, GROWING_LATENTS, HALVES, Converted, save_converted
 from tests.models.greedy import greedy_tokens, small_runner
 from tests.models.grouped_runner import GroupedRunner
 from tests.models.rank_program import Case
@@ -38,7 +38,7 @@ from tests.tiny_models import FAMILIES as OLDER
 from tests.tiny_models import Reference, save_tiny_model
 
 PROMPT = [(7 * i * i + 11 * i) % 509 + 3 for i in range(41)]
-SOFTMAX = ExpertGatingFuncType.SOFTMAX
+SIGMOID, SOFTMAX = ExpertGatingFuncType.SIGMOID, ExpertGatingFuncType.SOFTMAX
 SINGLE = [(arch, converted) for arch, cases in sorted(CONVERTED.items()) for converted in cases]
 
 
@@ -186,6 +186,9 @@ REFUSED: list[tuple[str, str, Callable[[GGUFWriter], object], str]] = [
         lambda file: file.add_tensor("blk.0.attn_qkv.weight", np.ones((176, 60), np.float32)),
         "fused queries, keys and values, which is not supported with narrower",
     ),
+    ("mistral4", "mistral4", lambda file: file.add_attn_temperature_length(9), "temperature_length .* is 9; only 16"),
+    ("mistral4", "mistral4", lambda file: file.add_expert_gating_func(SIGMOID), "expert_gating_func .* is 2"),
+    ("mistral4", "mistral4", lambda file: file.add_rope_scaling_type(RopeScalingType.LINEAR), "llama_4_scaling_beta"),
     ("jamba", "jamba", lambda file: file.add_head_count_kv([2, 2, 0]), r"attention in layers \[0, 1\]; one in so many"),
     ("qwen3next", "qwen3-next", lambda file: file.add_ssm_inner_size(71), r"103 convolved channels, .* have 104"),
     ("qwen35", "qwen3-5", lambda file: file.add_ssm_time_step_rank(5), r"inner_size 72 .* over 5 heads"),
@@ -195,7 +198,8 @@ REFUSED: list[tuple[str, str, Callable[[GGUFWriter], object], str]] = [
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Returns a function that saves the model of a case, once for all tests that have it refused."""
-    return cache(lambda case: save(Converted(case, HALVES if case == "step3p7" else {}), tmp_path_factory.mktemp(case)))
+    changes = {"step3p7": HALVES, "mistral4": {"rope_parameters": GROWING_LATENTS}}
+    return cache(lambda case: save(Converted(case, changes.get(case, {})), tmp_path_factory.mktemp(case)))
 
 
 @pytest.mark.parametrize(("arch", "case", "extra", "message"), REFUSED, ids=[each[3] for each in REFUSED])
@@ -323,12 +327,37 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any], set[tuple[int, int]]]] = {
 
 Nor have products of latents that each head has of its own.
 """
+OTHERS: dict[str, tuple[str, dict[str, Any], set[tuple[int, int]]]] = {
+    "afmoe": (
+        "trinity",
+        {"moe_intermediate_size": 32, "global_attn_every_n_layers": 4, "layer_types": None},
+        {(8, 64)},
+    ),
+    "mimo2": (
+        "mimo",
+        {"head_dim": 24, "v_head_dim": 16, "moe_intermediate_size": 32, "routed_scaling_factor": None}
+        | {"initializer_range": 0.15},
+        {(8, 64)},
+    ),
+    "mistral4": (
+        "mistral4",
+        {"moe_intermediate_size": 32, "kv_lora_rank": 32, "q_lora_rank": 32, "qk_nope_head_dim": 32, "v_head_dim": 32}
+        | {"rope_parameters": GROWING_LATENTS},
+        {(8, 64), (32, 32)},
+    ),
+    "step35": (
+        "step3p7",
+        HALVES | {"head_dim": 16, "moe_intermediate_size": 32, "share_expert_dim": 32},
+        {(8, 64)},
+    ),
+}
+"""The same of architectures with gates of heads, values narrower than keys, experts in one tensor, and unlike heads."""
 
 
-@pytest.mark.parametrize("arch", HYBRIDS)
-def test_layers_with_a_state_stay_in_blocks(tmp_path: Path, arch: str) -> None:
-    case, shape, routers = HYBRIDS[arch]
-    folder = save_tiny(case, tmp_path / "folder", **BLOCK_SHAPE, **shape)
+@pytest.mark.parametrize("arch", HYBRIDS | OTHERS)
+def test_layers_of_all_kinds_stay_in_blocks(tmp_path: Path, arch: str) -> None:
+    case, shape, routers = (HYBRIDS | OTHERS)[arch]
+    folder = save(Converted(case, BLOCK_SHAPE | shape), tmp_path / "folder")
     path = save_converted(folder, tmp_path / "tiny.gguf", arch, quantized=GGMLQuantizationType.Q8_0)
     kernels, config = CompiledKernels(cache_folder(os.environ)), read_family_config(path)
     original = CompiledKernels.unread_linear
@@ -395,6 +424,17 @@ def test_a_file_says_which_layers_have_an_indexer(tmp_path: Path, own: list[bool
     latents = [layer.attention.latent for layer in config.recipe.layers if layer.attention]
     found = [latent.index is not None and not latent.index.shared for latent in latents if latent is not None]
     assert found == (own or [True, True, False])
+
+
+def test_a_file_may_say_how_queries_grow(tmp_path: Path) -> None:
+    folder = save_tiny("mistral4", tmp_path / "folder", rope_parameters=GROWING_LATENTS | {"llama_4_scaling_beta": 0.7})
+
+    def grow(writer: GGUFWriter) -> None:
+        writer.add_attn_temperature_scale(0.7)
+        writer.add_attn_temperature_length(16)
+
+    path = save_converted(folder, tmp_path / "tiny.gguf", "mistral4", grow)
+    assert greedy_tokens(small_runner(path), PROMPT, 8) == Reference(folder, 8).answer(PROMPT)
 
 
 def test_older_files_without_groups_have_none_unless_their_model_does(tmp_path: Path) -> None:

@@ -158,6 +158,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "minicpm3": Architecture("minicpm3", latents=True),
     "minimax-m2": Architecture("minimax_m2"),
     "mistral3": Architecture("ministral3", permuted=True),
+    "mistral4": Architecture("mistral4", with_experts="mistral4", with_sigmoids="mistral4", latents=True),
     "nemotron": Architecture("nemotron", shifted_norms=True),
     "nemotron_h": Architecture("nemotron_h", permuted=True, required=STATE_SPACE, of_layers=(KV_HEADS, CHANNELS)),
     "nemotron_h_moe": Architecture(
@@ -316,6 +317,7 @@ OF_FAMILIES: dict[str, frozenset[str]] = {
     "gemma4_text": OF_UNLIKE_HEADS,
     "mimo_v2_flash": frozenset({"rope.freq_base_swa"}),
     "ministral3": OF_GROWING_QUERIES,
+    "mistral4": frozenset({"attention.temperature_length", "attention.temperature_scale"}),
     "step3p5": frozenset({"rope.freq_base_swa"}),
 }
 """Keys that only the files of these families may have."""

@@ -42,6 +42,8 @@ INDEXER_TYPES = "attention.indexer.types"
 OF_ATTENTION = {"attn_q": "query", "attn_kv_a_mqa": "key", "attn_kv_b": "value", "attn_output": "out"}
 """The fields of an ``AttentionRecipe``."""
 KEY_UP, VALUE_UP = "self_attn.k_b_proj", "self_attn.v_b_proj"
+GROWTH = 0.1
+"""How a Mistral 4's queries grow. The converter leaves it out, and the released configurations have this number."""
 MSCALE = 0.1
 """What ``rope.scaling.yarn_log_multiplier`` is for a setting ``mscale_all_dim`` of 1."""
 
@@ -108,9 +110,16 @@ def _channels_of_value(file: GgufFile, plain: int) -> int:
 
 
 def latent_scaling(file: GgufFile) -> dict[str, float]:
-    """Returns the settings of yarn by which attention to longer contexts is sharper."""
+    """Returns the settings of yarn by which attention to longer contexts is sharper. Raises ModelError."""
     factor = round(file.own("rope.scaling.yarn_log_multiplier", float, 0.0) / MSCALE, 6)
-    return {"mscale": factor, "mscale_all_dim": factor} if factor else {}
+    found = {"mscale": factor, "mscale_all_dim": factor} if factor else {}
+    if file.architecture == "mistral4":
+        found["llama_4_scaling_beta"] = file.own("attention.temperature_scale", float, GROWTH)
+        length = file.own("rope.scaling.original_context_length", int)
+        if (said := file.own("attention.temperature_length", int, length)) != length:
+            key = file.key("attention.temperature_length")
+            raise ModelError(f"{key} of {file.path} is {said}; only {length}, the original context, is supported")
+    return found
 
 
 def check_latents(file: GgufFile, heads: int) -> None:

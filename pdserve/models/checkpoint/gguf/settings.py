@@ -630,7 +630,8 @@ def _layer(file: GgufFile, block: str, layer: LayerRecipe, divisors: tuple[float
         part = replace(part, mlp=_mlp(file, block, part.mlp), experts=experts)
     elif isinstance(part, ExpertsRecipe):
         expert = replace(part.expert, transposed=False)
-        expert = replace(expert, fused="", gate=GATE, up=UP) if expert.fused else expert
+        together = f"{block}ffn_gate_up{PART_OF_EXPERTS}.weight" in file.tensors and not expert.interleaved
+        expert = replace(expert, fused="", gate=GATE, up=UP) if expert.fused and not together else expert
         expert = replace(expert, biased=_biased(file, block, expert, _names_with(PART_OF_EXPERTS)))
         shared = None if part.shared is None else _mlp(file, block, part.shared, PART_OF_SHARED)
         part = replace(part, expert=expert, shared=shared, stacked=(), apart=None)
