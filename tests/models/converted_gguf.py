@@ -92,6 +92,7 @@ CONVERTED: dict[str, list[Converted]] = {
         Converted("gemma4", {}),
         Converted("gemma4-shared", {}),
         Converted("gemma4-experts", {"attention_k_eq_v": True, "num_global_key_value_heads": 1}),
+        Converted("gemma4-unified", {"num_experts": None}),
     ],
     "glm-dsa": [Converted("glm-moe-dsa", {"attention_bias": False})],
     "glm4": [Converted("glm4", {})],

@@ -245,6 +245,18 @@ def test_the_settings_of_yarn_are_read(tmp_path: Path) -> None:
     assert scaling.scaling == YarnScaling(20.0, 64, 16.0, 2.0, True, None, None, None)
 
 
+def test_tokens_that_a_file_rules_out_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = save_tiny("gemma4-unified", tmp_path / "folder", num_experts=None)
+
+    def suppress(file: GGUFWriter) -> None:
+        file.add_array("tokenizer.ggml.suppress_tokens", [7, 9])
+
+    read_family_config(save_converted(folder, tmp_path / "plain.gguf", "gemma4"))
+    assert "which no answer follows" not in caplog.text
+    read_family_config(save_converted(folder, tmp_path / "tiny.gguf", "gemma4", suppress))
+    assert "tokenizer.ggml.suppress_tokens [7, 9], which no answer follows" in caplog.text
+
+
 def test_layers_that_draft_tokens_are_left_alone(tmp_path: Path) -> None:
     folder = save_tiny("glm4-moe", tmp_path / "folder")
     config = json.loads((folder / "config.json").read_text())

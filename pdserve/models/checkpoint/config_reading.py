@@ -8,6 +8,7 @@ names of a model of text, after one of few beginnings.
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -161,6 +162,7 @@ def _of_gguf_file(path: Path) -> FamilyConfig:
     file = read_gguf(path)
     family, settings = gguf_settings(file)
     config = _family_config(family, settings, path)
+    _warn_of_rules(path, {SUPPRESSED: file.metadata.get(SUPPRESSED)})
     return replace(config, recipe=gguf_recipe(file, settings))
 
 
@@ -271,6 +273,8 @@ TOKEN_RULES = (
     *("sequence_bias", "no_repeat_ngram_size", "repetition_penalty", "min_length", "min_new_tokens", "stop_strings"),
 )
 """The settings of a ``generation_config.json`` by which greedy answers differ, too, and which requests have here."""
+SUPPRESSED = "tokenizer.ggml.suppress_tokens"
+"""What a GGUF file has of them."""
 
 
 def _eos_token_ids(own: int | list[int] | None, folder: Path) -> frozenset[int]:
@@ -283,9 +287,14 @@ def _eos_token_ids(own: int | list[int] | None, folder: Path) -> frozenset[int]:
         generation = msgspec.convert(values, _Generation)
     except (OSError, msgspec.DecodeError) as exc:
         raise ModelError(f"{path} cannot be read: {exc}") from exc
-    if rules := [f"{name} {values[name]}" for name in TOKEN_RULES if values.get(name) not in (None, 0, 1, [], {})]:
-        log.warning("%s has %s, which no answer follows: requests say how to sample", path, ", ".join(rules)[:200])
+    _warn_of_rules(path, {name: values[name] for name in TOKEN_RULES if name in values})
     return _ids(own if generation.eos_token_id is None else generation.eos_token_id)
+
+
+def _warn_of_rules(path: Path, rules: Mapping[str, object]) -> None:
+    """Says which rules for tokens a file has that answers do not follow."""
+    if has := [f"{name} {value}" for name, value in rules.items() if value not in (None, 0, 1, [], {})]:
+        log.warning("%s has %s, which no answer follows: requests say how to sample", path, ", ".join(has)[:200])
 
 
 def _ids(ids: int | list[int] | None) -> frozenset[int]:

@@ -111,7 +111,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "gemma2": Architecture("gemma2", shifted_norms=True),
     "gemma3": Architecture("gemma3_text", shifted_norms=True),
     "gemma3n": Architecture("gemma3n_text"),
-    "gemma4": Architecture("gemma4_text"),
+    "gemma4": Architecture("gemma4_text", alike=("gemma4_unified_text",)),
     "glm-dsa": Architecture("glm_moe_dsa", with_experts="glm_moe_dsa", with_sigmoids="glm_moe_dsa", latents=True),
     "glm4": Architecture("glm4"),
     "glm4moe": Architecture("glm4_moe", norms=BEFORE_BOTH),
