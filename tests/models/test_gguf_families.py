@@ -26,7 +26,7 @@ from pdserve.models.runner import StepRow
 from pdserve.models.table import FAMILIES, TEXT_PARTS
 from pdserve.settings import cache_folder
 from pdserve_kernels.cpu.compiled_kernels import CompiledKernels
-from tests.models.converted_gguf import CONVERTED, GROWING_LATENTS, HALVES, Converted, save_converted
+from tests.models.converted_gguf import CONVERTED, GROWING_LATENTS, HALVES, KDA_HEADS, Converted, save_converted
 from tests.models.greedy import greedy_tokens, small_runner
 from tests.models.grouped_runner import GroupedRunner
 from tests.models.rank_program import Case
@@ -189,6 +189,21 @@ REFUSED: list[tuple[str, str, Callable[[GGUFWriter], object], str]] = [
     ("mistral4", "mistral4", lambda file: file.add_attn_temperature_length(9), "temperature_length .* is 9; only 16"),
     ("mistral4", "mistral4", lambda file: file.add_expert_gating_func(SIGMOID), "expert_gating_func .* is 2"),
     ("mistral4", "mistral4", lambda file: file.add_rope_scaling_type(RopeScalingType.LINEAR), "llama_4_scaling_beta"),
+    ("kimi-linear", "kimi-linear", lambda file: file.add_kda_head_dim(2**30), "convolved numbers, .* tensors have 216"),
+    (
+        "kimi-linear",
+        "kimi-linear",
+        lambda file: file.add_key_length_mla(2**30),
+        "heads of 1073741824 channels, .* have 72",
+    ),
+    (
+        "afmoe",
+        "trinity",
+        lambda file: file.add_head_count(2**30),
+        "1073741824 heads of 10 channels, .* tensors have 60",
+    ),
+    ("afmoe", "trinity", lambda file: file.add_head_count_kv(7), "6 heads of .* cannot share 7 KV heads"),
+    ("mistral4", "mistral4", lambda file: file.add_rope_freq_base(1.0), r"mistral4\.rope\.freq_base of .* is 1\.0"),
     ("jamba", "jamba", lambda file: file.add_head_count_kv([2, 2, 0]), r"attention in layers \[0, 1\]; one in so many"),
     ("qwen3next", "qwen3-next", lambda file: file.add_ssm_inner_size(71), r"103 convolved channels, .* have 104"),
     ("qwen35", "qwen3-5", lambda file: file.add_ssm_time_step_rank(5), r"inner_size 72 .* over 5 heads"),
@@ -198,7 +213,7 @@ REFUSED: list[tuple[str, str, Callable[[GGUFWriter], object], str]] = [
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Returns a function that saves the model of a case, once for all tests that have it refused."""
-    changes = {"step3p7": HALVES, "mistral4": {"rope_parameters": GROWING_LATENTS}}
+    changes = {"step3p7": HALVES, "kimi-linear": KDA_HEADS, "mistral4": {"rope_parameters": GROWING_LATENTS}}
     return cache(lambda case: save(Converted(case, changes.get(case, {})), tmp_path_factory.mktemp(case)))
 
 

@@ -108,6 +108,7 @@ def gguf_settings(file: GgufFile) -> tuple[str, FamilySettings]:
     head_dim, latents = _head_dim(file), architecture_of(file).latents
     if head_dim < 2 or head_dim % 2:
         raise ModelError(f"{file.path} has {heads} heads of {head_dim} for {hidden} hidden channels")
+    _check_queries(given, file.own("attention.key_length_mla", int, head_dim))
     layers = layer_count(file)
     if layers > len(file.tensors):
         raise ModelError(f"{file.path} has {layers} layers, but only {len(file.tensors)} tensors")
@@ -428,6 +429,17 @@ def _vocabulary(file: GgufFile) -> int:
     return embedding.shape[0]
 
 
+def _check_queries(file: GgufFile, dim: int) -> None:
+    """Raises ModelError if heads are more than the tensors of queries have, before anything is made of that many."""
+    ends = (".attn_q.weight", ".attn_q_b.weight", ".attn_qkv.weight")
+    most = max((tensor.shape[0] for name, tensor in file.tensors.items() if name.endswith(ends)), default=None)
+    given = file.metadata.get(file.key("attention.head_count"))
+    every = given if isinstance(given, list) else [given]
+    heads = max((each for each in every if isinstance(each, int)), default=0)
+    if most is not None and heads * dim > most:
+        raise ModelError(f"{file.path} has {heads} heads of {dim} channels, and its tensors have {most}")
+
+
 def _end_of_sequence(file: GgufFile) -> list[int]:
     keys = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id")
     return sorted({file.get(key, int) for key in keys if key in file.metadata})
@@ -480,7 +492,10 @@ def _rotary(file: GgufFile) -> dict[str, Any]:
     for key in ("yarn_ext_factor", "yarn_attn_factor"):
         if (found := file.own(f"rope.scaling.{key}", float, 1.0)) != 1.0:
             raise ModelError(f"{file.key(f'rope.scaling.{key}')} {found} of {file.path} is not supported")
-    parameters: dict[str, Any] = {"rope_theta": file.own("rope.freq_base", float, 10_000.0)}
+    theta = file.own("rope.freq_base", float, 10_000.0)
+    if not theta > 1:
+        raise ModelError(f"{file.key('rope.freq_base')} of {file.path} is {theta}")
+    parameters: dict[str, Any] = {"rope_theta": theta}
     if kind == "longrope" and long and short:
         original = file.own("rope.scaling.original_context_length", int, file.own("context_length", int))
         own = {"short_factor": list(short), "long_factor": list(long), "attention_factor": attention}
@@ -548,6 +563,10 @@ def _check_read(file: GgufFile, settings: FamilySettings) -> None:
     elif settings.kv_heads() != kv_heads:
         raise ModelError(
             f"{file.key('attention.head_count_kv')} of {file.path} is {kv_heads}, not {settings.kv_heads()}"
+        )
+    elif settings.num_attention_heads % settings.kv_heads():
+        raise ModelError(
+            f"{settings.num_attention_heads} heads of {file.path} cannot share {settings.kv_heads()} KV heads"
         )
     if not latents:
         _check_turned(file, settings)

@@ -124,10 +124,14 @@ def _delta_net(file: GgufFile) -> dict[str, Any]:
 
 
 def _kimi(file: GgufFile) -> dict[str, Any]:
-    return {
-        "layer_types": [FULL if each else LINEAR for each in _sees_all(file)],
-        "linear_num_heads": file.own("attention.head_count", int),
-    }
+    heads = file.own("attention.head_count", int)
+    wanted = heads * file.own("kda.head_dim", int) * file.own("ssm.conv_kernel", int)
+    found = next((each for name, each in file.tensors.items() if name.endswith(".ssm_conv1d_q.weight")), None)
+    if found is not None and math.prod(found.shape) != wanted:
+        raise ModelError(
+            f"{file.path} has settings of {wanted} convolved numbers, and its tensors have {math.prod(found.shape)}"
+        )
+    return {"layer_types": [FULL if each else LINEAR for each in _sees_all(file)], "linear_num_heads": heads}
 
 
 def _lfm(file: GgufFile) -> dict[str, Any]:
