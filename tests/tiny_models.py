@@ -193,6 +193,11 @@ def reference_logits(folder: Path, token_ids: Sequence[int]) -> torch.Tensor:
     return _logits(_reference(folder), token_ids)
 
 
+def logits_of(model: Any, token_ids: Sequence[int]) -> torch.Tensor:
+    """Returns the logits ``[tokens, vocab]`` of a model of transformers that is loaded."""
+    return _logits(model.eval(), token_ids)
+
+
 def reference_last_logits(folder: Path, prompts: Sequence[Sequence[int]]) -> list[torch.Tensor]:
     """Returns the fp32 logits ``[vocab]`` of transformers after the last token of each prompt."""
     model = _reference(folder)

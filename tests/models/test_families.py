@@ -29,9 +29,17 @@ from tests.models.greedy import small_runner
 from tests.models.grouped_runner import GroupedRunner
 from tests.models.rank_program import Case
 from tests.models.test_tensor_parallel import computed
-from tests.models.tiny_families import CASES, LONG_ROPE, families_without_a_case, save_case, save_tiny, text_part
+from tests.models.tiny_families import (
+    CASES,
+    LONG_ROPE,
+    families_without_a_case,
+    save_case,
+    save_tiny,
+    saved_tiny,
+    text_part,
+)
 from tests.tiny_models import FAMILIES as OLDER
-from tests.tiny_models import Reference, random_prompt, reference_logits
+from tests.tiny_models import Reference, logits_of, random_prompt, reference_logits
 
 
 @pytest.fixture(scope="module")
@@ -47,11 +55,11 @@ TOKEN_BY_TOKEN = (*[1] * 9, 23, *[1] * 9)
 
 @pytest.mark.parametrize("case", sorted(CASES))
 def test_every_logit_is_that_of_transformers(tmp_path: Path, case: str) -> None:
-    folder = save_tiny(case, tmp_path)
-    assert isinstance(read_decoder_config(folder), FamilyConfig)
-    wanted = reference_logits(folder, PROMPT)
+    """The model is the one that transformers has saved. At night, it also loads what it has saved."""
+    wanted = logits_of(saved_tiny(case, tmp_path), PROMPT)
+    assert isinstance(read_decoder_config(tmp_path), FamilyConfig)
     tolerance = 2e-4 * float(wanted.abs().max())
-    runner = small_runner(folder)
+    runner = small_runner(tmp_path)
     pieces: list[torch.Tensor] = []
     table, start = range(16), 0
     for size in CHUNKS:

@@ -563,9 +563,17 @@ def text_part(case: str) -> tuple[str, dict[str, Any]]:
 
 def save_tiny(case: str, folder: Path, **changes: object) -> Path:
     """Saves a random model in ``folder``, always the same one. ``changes`` are settings in place of the case's."""
+    saved_tiny(case, folder, **changes)
+    return folder
+
+
+def saved_tiny(case: str, folder: Path, **changes: object) -> PreTrainedModel:
+    """Does what ``save_tiny`` does, and returns transformers' model, which need not be loaded then."""
     torch.manual_seed(sum(case.encode()))
     config = config_of(case, **changes)
-    model: PreTrainedModel = auto_class(config).from_config(config, dtype=torch.float32)
+    model: PreTrainedModel = auto_class(config).from_config(config, dtype=torch.float32, attn_implementation="eager")
+    saved = model.state_dict().keys()
+    derived = {name: buffer.clone() for name, buffer in model.named_buffers() if name not in saved}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if name.endswith("tid2eid"):
             # Each token has as many experts as it is sent to.
@@ -583,10 +591,13 @@ def save_tiny(case: str, folder: Path, **changes: object) -> Path:
             torch.nn.init.uniform_(tensor.data, -0.3, 0.3)
         elif tensor.is_floating_point() and (name.endswith(("bias", "scale", "layer_scalar")) or "norm" in name):
             torch.nn.init.uniform_(tensor.data, 0.5, 1.5)
+    # What is not saved stays as a model has it that is loaded.
+    for name, buffer in derived.items():
+        model.get_buffer(name).copy_(buffer)
     if model.config.tie_word_embeddings:
         shrink_embeddings(model)
     model.save_pretrained(folder)
-    return folder
+    return model
 
 
 def save_case(case: str, folder: Path) -> Path:
