@@ -19,6 +19,7 @@ from xdist.workermanage import WorkerController
 
 from pdserve.config import CpuKernels
 from pdserve.settings import cache_folder
+from tests.cluster.process_forks import forks_for_all
 from tests.examples import load_profiles
 from tests.forks import forks_of
 from tests.once import made_once
@@ -129,6 +130,7 @@ def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
     stack = ExitStack()
     config.add_cleanup(stack.close)
     started = stack.enter_context(forks_of(*LIBRARIES, OMP_NUM_THREADS="1"))
+    forks_for_all(stack)
     for spec in specs:
         spec.python = shlex.join(started.command("tests.pytest_process"))
 

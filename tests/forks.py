@@ -80,7 +80,7 @@ def program_of(pid: int) -> int:
 
 @contextmanager
 def forks_of(*modules: str, **environ: str) -> Iterator[Forks]:
-    """Yields a process that has loaded these modules, with ``environ`` in its environment."""
+    """Yields a process that loads these modules before its first fork, with ``environ`` in its environment."""
     with TemporaryDirectory() as folder:
         path = str(Path(folder, "socket"))
         command = [sys.executable, "-m", __name__, path, *modules]
@@ -97,7 +97,8 @@ class _Child:
 
 
 class _Server:
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, modules: Sequence[str]) -> None:
+        self._unloaded = tuple(modules)
         self._selector = selectors.DefaultSelector()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._listener.bind(path)
@@ -119,6 +120,7 @@ class _Server:
             connection.close()
             return
         order = json.loads(data)
+        self._load(descriptors)
         if not (pid := os.fork()):
             _become(order["argv"], order["environ"], dict(zip(order["descriptors"], descriptors, strict=True)))
         for descriptor in descriptors:
@@ -129,6 +131,23 @@ class _Server:
         pidfd = os.pidfd_open(pid)
         self._selector.register(connection, selectors.EVENT_READ, self._signalled)
         self._selector.register(pidfd, selectors.EVENT_READ, lambda pidfd: self._ended(connection, pidfd))
+
+    def _load(self, descriptors: Sequence[int]) -> None:
+        """Loads the modules, if this is the first program. If that fails, this is what the program says."""
+        if not self._unloaded:
+            return
+        try:
+            for module in self._unloaded:
+                importlib.import_module(module)
+        except BaseException:
+            for descriptor in descriptors[:3]:
+                with suppress(OSError):
+                    os.write(descriptor, traceback.format_exc().encode())
+            raise
+        self._unloaded = ()
+        # The forks share the pages of what never changes.
+        gc.collect()
+        gc.freeze()
 
     def _signalled(self, connection: socket.socket) -> None:
         pid = self._children[connection].pid
@@ -212,12 +231,7 @@ def _status_of(code: Any) -> int:
 
 def main(path: str, *modules: str) -> NoReturn:
     die_with_parent()
-    for module in modules:
-        importlib.import_module(module)
-    server = _Server(path)
-    # The forks share the pages of what never changes.
-    gc.collect()
-    gc.freeze()
+    server = _Server(path, modules)
     print(_LISTENS, flush=True)
     server.run()
 

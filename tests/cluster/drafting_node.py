@@ -1,7 +1,7 @@
 """A node that drafts as much as it may, whatever that costs: ``python -m tests.cluster.drafting_node ROLE FLAGS``.
 
 Whether drafts pay depends on the machine and on what else runs there. With ``engine`` in place of a role, this is the
-engine of such a node. Before a role, there may be the socket of ``tests.forks``, which then starts the engine.
+engine of such a node. Before either, there may be the socket of ``tests.forks``, which then starts engine and ranks.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from pdserve.engine.process import main as serve_engine
 from pdserve.process import die_with_parent
 from pdserve.settings import cache_folder, load, resolve_secret, state_folder
 from pdserve.wire.discovery import Role
+from tests.cluster.forked_node import have_ranks_forked
 from tests.forks import Forks
 
 if TYPE_CHECKING:
@@ -30,11 +31,13 @@ def main(argv: Sequence[str], environ: MutableMapping[str, str]) -> int:
     *socket, role = argv[: 2 if Path(argv[0]).is_absolute() else 1]
     flags = argv[len(socket) + 1 :]
     if role == "engine":
+        if socket:
+            have_ranks_forked(*socket)
         return serve_engine(drafting_always)
     die_with_parent(environ)
     config = load(NodeConfig, flags, environ, prog=MODULE)
     secret = resolve_secret(config.security, [config.http.host], state_folder(environ))
-    command = Forks(*socket).command(MODULE, "engine") if socket else [sys.executable, "-m", MODULE, "engine"]
+    command = Forks(*socket).command(MODULE, *socket, "engine") if socket else [sys.executable, "-m", MODULE, "engine"]
     return serve(Role(role), config, secret, Path(config.model.path), cache_folder(environ), engine_command=command)
 
 

@@ -1,4 +1,4 @@
-"""What ``tests.cluster.forked_node`` loads for engines: torch as an engine has it, and then an engine's modules."""
+"""What ``process_forks`` loads for engines: torch as an engine has it, and then an engine's modules."""
 
 from __future__ import annotations
 
@@ -7,5 +7,5 @@ from importlib import import_module
 from pdserve.models.lean_torch import import_torch
 
 import_torch()
-for _name in ("pdserve.engine.process", "pdserve.engine.assembly", "pdserve.engine.runner_loading"):
-    import_module(_name)
+for _name in ("process", "assembly", "runner_loading", "tp.rank_program"):
+    import_module(f"pdserve.engine.{_name}")

@@ -22,8 +22,7 @@ from typing import Any, Protocol
 
 import pdserve
 from pdserve.serving import SettingValue
-from tests.cluster.forked_node import MODULE as FORKED_NODE
-from tests.cluster.forked_node import forks
+from tests.cluster.process_forks import NODE, forks
 from tests.eventually import eventually
 from tests.processes import SECRET, Process, clean_environ, end_together
 from tests.processes import pdserve as command
@@ -318,7 +317,7 @@ def start_node(
     defaults = {"--kv-cache-mib": "256", "--disaggregation": "always"}
     more = [word for flag, value in defaults.items() if flag not in flags for word in (flag, value)]
     of_cluster = ["--model", str(model), "--served-model-name", MODEL, "--proxy", cluster.control]
-    program = forks().command(module or FORKED_NODE, forks().socket) if forked else ()
+    program = forks().command(module or NODE, forks().socket) if forked else ()
     argv = (role, "--name", name, *of_cluster, *more, *flags)
     with command(*argv, prefix=prefix, module=module, program=program) as process:
         yield process

@@ -26,9 +26,8 @@ def crowded(slow_tiny_model: Path) -> Iterator[Cluster]:
     shape = ("--dtype", "bf16", "--kv-cache-mib", "1", "--max-model-len", "200")
     # Engines that the test stops are not taken for hanging.
     flags = (*shape, "--engine-silence-ms", "600000")
-    with cluster(
-        slow_tiny_model, *flags, prefill=0, decode=0, mixed=2, proxy_flags=("--policy", "prefix-affinity")
-    ) as running:
+    policy = ("--policy", "prefix-affinity")
+    with cluster(slow_tiny_model, *flags, prefill=0, decode=0, mixed=2, proxy_flags=policy, forked=True) as running:
         yield running
 
 

@@ -29,16 +29,19 @@ FLAGS = (
     *("--transfer-lease-ms", "60000"),
 )
 
+ROOMY = ("--max-num-seqs", "16", "--kv-cache-mib", "512")
+
 
 @pytest.fixture(scope="module")
 def nodes(slow_tiny_model: Path) -> Iterator[Cluster]:
     """Yields a decode node, and a prefill node that computes one prompt at a time."""
     with (
-        cluster(slow_tiny_model, *FLAGS, "--max-num-seqs", "16", "--kv-cache-mib", "512", prefill=0) as running,
+        cluster(slow_tiny_model, *FLAGS, *ROOMY, prefill=0, forked=True) as running,
         ExitStack() as stack,
     ):
         flags = (*FLAGS, "--max-num-seqs", "1", *one_core(1))
-        process = stack.enter_context(start_node("prefill", "prefill-0", slow_tiny_model, running, *flags))
+        started = start_node("prefill", "prefill-0", slow_tiny_model, running, *flags, forked=True)
+        process = stack.enter_context(started)
         running.prefill.append(Node("prefill-0", process, process.listening().url))
         eventually(lambda: len(http(running.url + "/instances").json()) == 2, "the prefill node is registered")
         # The first request makes the handshake, which is not what the tests are about.

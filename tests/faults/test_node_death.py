@@ -258,7 +258,7 @@ def test_prefill_that_misses_its_deadline(slow_tiny_model: Path, reference: Refe
     prompt = PROMPT[:120]
     # On any machine, steps of two tokens take far longer than the time that a prompt of this length may take.
     steps = ("--max-num-batched-tokens", "2", "--max-num-seqs", "1", "--dtype", "fp32", "--prefix-cache", "off")
-    with cluster(slow_tiny_model, *steps, "--prefill-timeout-ms", "10") as slow:
+    with cluster(slow_tiny_model, *steps, "--prefill-timeout-ms", "10", forked=True) as slow:
         assert slow.complete(prompt, NEW_TOKENS, ignore_eos=True) == reference.answer(prompt)
         slow.until_idle()
         assert fallbacks(slow) == 1
