@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from pdserve.config import (
     TpBackend,
 )
 from pdserve.engine.runner_loading import load_runner, rank_backend, rank_device
+from pdserve.engine.tp import tp_ranks
 from pdserve.engine.tp.rank_channel import OrderChannel, RankChannel
 from pdserve.engine.tp.tp_ranks import Ranks
 from pdserve.engine.tp.tp_runner import TpRunner, joined_group
@@ -34,9 +36,11 @@ from pdserve.models.runner import DraftRow, StepRow
 from pdserve.models.tp.shares import ALONE
 from pdserve.wire.rank import Arrived, Capture, Captured, Clear, Loaded, LoadModel, Numbered, Stop
 from pdserve.wire.sampling_params import SamplingParams
+from tests.cluster.process_forks import forks
 from tests.engine.started_ranks import TIMEOUT_MS, engine_config, started
 from tests.engine.test_step_loop import MAX_LEN, engine, prompt
 from tests.eventually import eventually
+from tests.forks import program_of
 from tests.models.tiny_drafting import save_tiny_drafting
 from tests.models.tiny_families import save_tiny
 from tests.processes import alive
@@ -45,6 +49,13 @@ from tests.tiny_models import save_tiny_model
 pytestmark = pytest.mark.integration
 
 BLOCKS = 16
+
+
+@pytest.fixture(autouse=True)
+def _forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has the other ranks be forks. Those of the test that ends rank 0 start as they always do."""
+    command = forks().command("pdserve.engine.tp.rank_program")
+    monkeypatch.setattr(tp_ranks, "Ranks", partial(Ranks, command=command))
 
 
 @contextmanager
@@ -123,11 +134,12 @@ def test_drafts_are_those_of_one_rank(tmp_path: Path) -> None:
 
 @contextmanager
 def stopped(pid: int) -> Iterator[None]:
-    os.kill(pid, signal.SIGSTOP)
+    program = program_of(pid)
+    os.kill(program, signal.SIGSTOP)
     try:
         yield
     finally:
-        os.kill(pid, signal.SIGCONT)
+        os.kill(program, signal.SIGCONT)
 
 
 def test_blocks_are_written_on_every_rank_before_anybody_can_give_them_away(folder: Path) -> None:
@@ -183,7 +195,7 @@ def test_a_rank_that_hangs_in_gloo_is_named(folder: Path) -> None:
         running(engine_config(folder, TpBackend.GLOO)) as (ranks, runner),
     ):
         runner.run([StepRow([7], 0, [0], True)])
-        os.kill(ranks.pids[0], signal.SIGSTOP)
+        os.kill(program_of(ranks.pids[0]), signal.SIGSTOP)
         runner.run([StepRow([7], 1, [0], True)])
 
 

@@ -8,7 +8,6 @@ import os
 import re
 import signal
 import ssl
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -22,6 +21,8 @@ from pdserve.control.frame import Opener, Purpose, Secrets
 from pdserve.process import parse_listening
 from pdserve.wire.discovery import Role
 from pdserve.wire.terms import Ticket
+from tests.cluster.process_forks import forks
+from tests.forks import program_of
 from tests.proxy.cluster import HEARTBEAT_MS, node_info, registered
 from tests.proxy.fake_node import Exchange, FakeNode
 
@@ -77,7 +78,7 @@ async def proxy(folder: Path, workers: int, *flags: str) -> AsyncIterator[Proxy]
     (folder / "secret").write_text(OLD)
     environ = {name: value for name, value in os.environ.items() if not name.startswith("PDSERVE_")}
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-P", "-m", "pdserve", "proxy", "--port", "0", "--control-port", "0"),
+        *forks().command("tests.proxy.forked_proxy", forks().socket, "--port", "0", "--control-port", "0"),
         *("--workers", str(workers), "--secret-file", str(folder / "secret"), "--drain-s", "0", *flags),
         stderr=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.DEVNULL,
@@ -112,7 +113,8 @@ async def statuses(url: str, *, key: str = "", tls: ssl.SSLContext | None = None
 
 
 def workers_of(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    pid = program_of(pid)
+    return [program_of(int(child)) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 @pytest.mark.parametrize("workers", [1, 2])

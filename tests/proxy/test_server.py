@@ -13,6 +13,7 @@ import aiohttp
 import pytest
 
 from pdserve.wire.discovery import Role
+from tests.cluster.process_forks import forks
 from tests.processes import pdserve
 from tests.proxy.cluster import SECRET, node_info, registered
 from tests.proxy.fake_node import Exchange, FakeNode
@@ -111,7 +112,8 @@ OPEN = "there are no API keys: --api-key-file names a file of keys"
     ids=str,
 )
 def test_a_proxy_that_everybody_may_use_says_so(flags: list[str], warns: bool) -> None:
-    with pdserve("proxy", "--port", "0", "--control-port", "0", *flags) as proxy:
+    program = forks().command("pdserve")
+    with pdserve("proxy", "--port", "0", "--control-port", "0", *flags, program=program) as proxy:
         proxy.listening()
         proxy.terminate()
         assert proxy.wait() == 0
