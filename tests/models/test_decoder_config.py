@@ -241,7 +241,7 @@ def test_every_decoder_of_transformers_is_accepted_or_refused_in_a_sentence(tmp_
         ("mellum", SMALL | {"layer_types": ["linear_attention"] * 2}, "layers with linear attention"),
         ("inkling_text", {}, "state spaces or convolutions"),
         ("jetmoe", ODD, "its configuration has num_attention_heads 0"),
-        ("mllama", {}, r"the text model within it is a mllama_text_model model \(text_config"),
+        ("aria", {}, r"the text model within it is a aria_text model \(text_config"),
         ("voxtral", {}, r"the text model within it is a llama model .*, and has to be in a folder of its own"),
         ("blt", {}, "made of several models.*patcher"),
         ("bart", {}, "an encoder beside its decoder"),

@@ -20,7 +20,7 @@ def family(model_type: str) -> ServedFamily:
 
 def test_every_family_has_a_row_and_names_models_of_its_own() -> None:
     rows = served_families()
-    parts = {"glm5_next", "minimax_m3_vl", "mistral_large4", "muse_glimmer", "step3p7"}
+    parts = {"glm5_next", "hy_v4_vl", "minimax_m3_vl", "mistral_large4", "mllama", "muse_glimmer", "step3p7"}
     assert [row.model_type for row in rows] == sorted(FAMILIES.keys() | parts)
     assert all(all(row.parts) for row in rows)
     assert len({row.models for row in rows}) == len(rows)
@@ -40,6 +40,7 @@ def test_rows_say_what_families_are_made_of() -> None:
     assert family("deepseek_v4").norms.endswith("4 residuals")
     assert family("hy_v4").attention == "latents, of which an indexer chooses some, gated heads, sinks"
     assert family("hy_v4").norms.endswith("4 residuals")
+    assert family("gemma3n_text").norms.endswith("4 residuals")
     assert family("minimax_m3_vl").models == "MiniMax M3, its text part"
     assert family("deepseek_v32").attention == "latents, of which an indexer chooses some"
 

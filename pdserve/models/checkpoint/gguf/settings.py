@@ -191,9 +191,9 @@ def _with_first_channels(file: GgufFile) -> GgufFile:
     """Returns the file with the first layer's channels of the feed-forward part in place of those of each."""
     key = file.key("feed_forward_length")
     channels = file.metadata.get(key)
-    return (
-        replace(file, metadata=file.metadata | {key: channels[0]}) if isinstance(channels, list) and channels else file
-    )
+    if not isinstance(channels, list) or not channels:
+        return file
+    return replace(file, metadata=file.metadata | {key: channels[0]})
 
 
 def _pattern(file: GgufFile) -> list[bool]:
