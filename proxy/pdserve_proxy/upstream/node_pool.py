@@ -25,7 +25,8 @@ from pdserve_proxy.upstream.node_connection import (
 
 IDLE_S = 60.0
 """Seconds for which an idle connection is kept: fewer than nodes keep one, so that none is reused while it closes."""
-_NO_FILES = (errno.EMFILE, errno.ENFILE)
+_NO_FILES = (errno.EMFILE, errno.ENFILE, errno.EBUSY)
+"""What a connection, or the search for a name, fails with if no file may be opened: with mDNS, the last one."""
 
 
 @dataclass(frozen=True, slots=True)
