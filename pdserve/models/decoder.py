@@ -504,7 +504,8 @@ def _layer(
         case NormOrder.SANDWICH:
             if recipe.beside is not None:
                 beside = LowRank(hidden, building, recipe.beside, recipe.norm, prefix)
-                return _WithLowRank(mix, feed, beside, *norms)
+                before_mix, after_mix, before_feed, after_feed = norms
+                return _WithLowRank(mix, feed, scale, before_mix, after_mix, before_feed, after_feed, beside)
             return _InTurn(mix, feed, scale, *norms)
         case NormOrder.PARALLEL:
             norm, *further = norms
@@ -736,24 +737,17 @@ class _InTurn:
 
 
 @dataclass(frozen=True, slots=True)
-class _WithLowRank:
-    """Both parts in turn, each with a norm before it and behind it, and two small products beside the first."""
+class _WithLowRank(_InTurn):
+    """Both parts in turn, and two small products beside the first."""
 
-    mix: Part
-    feed: Part
     beside: LowRank
-    before_mix: LoadedNorm | None
-    after_mix: LoadedNorm | None
-    before_feed: LoadedNorm | None
-    after_feed: LoadedNorm | None
 
-    def __call__(
+    def mixed(
         self, residual: torch.Tensor, delta: torch.Tensor | None, step: Step
     ) -> tuple[torch.Tensor, torch.Tensor]:
         normed, residual = _normed(self.before_mix, delta, residual)
-        mixed = residual + _added(self.mix(normed, step), self.after_mix, 1.0)
-        normed, residual = _normed(self.before_feed, None, (mixed + self.beside(normed)) * HALF)
-        return _added(self.feed(normed, step), self.after_feed, 1.0), residual
+        mixed = residual + _added(self.mix(normed, step), self.after_mix, self.scale)
+        return _normed(self.before_feed, None, (mixed + self.beside(normed)) * HALF)
 
 
 @dataclass(frozen=True, slots=True)
