@@ -164,12 +164,6 @@ class RecipeDecoder:
             self._per_layer = PerLayerInputs(config, building, recipe.per_layer, dtype)
         parts = _Parts(config, building, distinct)
         self._layers = [parts.layer(i) for i in range(len(recipe.layers))]
-        for i, layer in enumerate(recipe.layers):
-            # Where layers compute one of several residuals, what is added at the end goes to the others.
-            alternating = isinstance(layer.streams, AltUpRecipe)
-            end = None if alternating else load_layer_end(config, building, layer, parts.prefix(i), i)
-            if end is not None:
-                self._layers[i] = _Ended(self._layers[i], end)
         for i, layer in reversed(list(enumerate(recipe.layers))):
             if layer.shortcut is not None:
                 self._layers[i : i + 2] = [parts.shortcut(layer.shortcut, parts.prefix(i), *self._layers[i : i + 2])]
@@ -323,15 +317,21 @@ class _Parts:
         return self._config.recipe.prefix(index)
 
     def layer(self, index: int) -> Layer:
-        """Returns layer ``index`` of the model."""
+        """Returns layer ``index`` of the model, with what is done at its end."""
         recipe, prefix = self._config.recipe.layers[index], self.prefix(index)
         mix = self._mixing(recipe, prefix, index, self._places.attention[index], self._places.states[index])
         if isinstance(recipe.streams, AltUpRecipe):
+            # What is added at its end goes to the residuals that it does not compute.
             return self._alternating(recipe, recipe.streams, prefix, index, mix)
         if recipe.streams is not None:
             layer = self._of_streams(recipe, recipe.streams, prefix, mix)
-            return layer if recipe.ngrams is None else self._with_ngrams(layer, recipe.ngrams, prefix, index)
-        return _layer(self._building, recipe, prefix, self._config.hidden_size, mix, self._feeding(recipe, prefix))
+        else:
+            feed = self._feeding(recipe, prefix)
+            layer = _layer(self._building, recipe, prefix, self._config.hidden_size, mix, feed)
+        if recipe.ngrams is not None:
+            layer = self._with_ngrams(layer, recipe.ngrams, prefix, index)
+        end = load_layer_end(self._config, self._building, recipe, prefix, index)
+        return layer if end is None else _Ended(layer, end)
 
     def draft(self, draft: DraftRecipe) -> Layer:
         """Returns the layer that drafts tokens."""
