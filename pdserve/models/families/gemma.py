@@ -216,9 +216,11 @@ class Gemma3Settings(Gemma2Settings, kw_only=True):
 def kv_source(windows: Sequence[int | None], shared: int, index: int) -> int | None:
     """Returns the layer whose keys and values layer ``index`` reads; None if it has its own.
 
-    The last ``shared`` layers read those of the last layer before them with the same window. Raises ModelError if there
-    is none.
+    The last ``shared`` layers (``num_kv_shared_layers``) read those of the last layer before them with the same window.
+    Raises ModelError if there is none, or if ``shared`` is below 0.
     """
+    if shared < 0:
+        raise ModelError(f"num_kv_shared_layers is {shared}")
     first = len(windows) - shared
     if index < first:
         return None
@@ -258,8 +260,6 @@ class Gemma3nSettings(Gemma3Settings, kw_only=True):
                 raise ModelError(f"{name} has {len(given)} values for {self.num_hidden_layers} layers")
         if not 0 <= self.altup_active_idx < self.altup_num_inputs:
             raise ModelError(f"altup_active_idx {self.altup_active_idx} is none of {self.altup_num_inputs} residuals")
-        if self.num_kv_shared_layers < 0:
-            raise ModelError(f"num_kv_shared_layers is {self.num_kv_shared_layers}")
         for index in range(self.num_hidden_layers):
             self.source(index)
 
@@ -383,8 +383,6 @@ class Gemma4Settings(FamilySettings, kw_only=True):
             raise ModelError(f"final_logit_softcapping is {bound}; a bound has to be above 0, and 0 is none")
         if self.rope_scaling is not None:
             raise ModelError("rope_scaling of a Gemma 4 is not supported; rope_parameters is")
-        if self.num_kv_shared_layers < 0:
-            raise ModelError(f"num_kv_shared_layers is {self.num_kv_shared_layers}")
         sizes = (self.num_experts, self.top_k_experts, self.moe_intermediate_size)
         if self.enable_moe_block and None in sizes:
             raise ModelError("enable_moe_block needs num_experts, top_k_experts and moe_intermediate_size")
