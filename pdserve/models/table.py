@@ -263,8 +263,6 @@ class Composite:
 
     flat: bool = False
     """Whether older files have the settings of the text part among those of the whole."""
-    within: str = ""
-    """The setting that holds those of the part which writes text, with its ``text_config``, if it is not the whole."""
 
 
 TEXT_PARTS: dict[str, type[FamilySettings]] = {
@@ -310,9 +308,9 @@ COMPOSITES: dict[str, Composite] = {
     "idefics3": Composite("llama"),
     "qwen2_vl": Composite("qwen2_vl_text", flat=True),
     "qwen2_5_vl": Composite("qwen2_5_vl_text", flat=True),
-    "qwen2_5_omni": Composite("qwen2_5_omni_text", tied=False, within="thinker_config"),
+    "qwen2_5_omni": Composite("qwen2_5_omni_text", tied=False),
     "qwen2_5_omni_thinker": Composite("qwen2_5_omni_text", tied=False),
-    "qwen3_omni_moe": Composite("qwen3_omni_moe_text", tied=False, within="thinker_config"),
+    "qwen3_omni_moe": Composite("qwen3_omni_moe_text", tied=False),
     "qwen3_omni_moe_thinker": Composite("qwen3_omni_moe_text", tied=False),
     "qwen3_vl": Composite("qwen3_vl_text", tied=False),
     "qwen3_vl_moe": Composite("qwen3_vl_moe_text", tied=False),

@@ -57,10 +57,12 @@ UNUSED = (*_PARTS, *(f"model.{part}" for part in _PARTS), "talker.", "token2wav.
 class _Whole(msgspec.Struct):
     """The settings of the whole that concern its text part."""
 
-    model_type: str
+    model_type: str = ""
     text_config: dict[str, object] | None = None
     llm_config: dict[str, object] | None = None
     """What released files of some models call ``text_config``."""
+    thinker_config: _Whole | None = None
+    """The settings of the part that writes text, where another one speaks."""
     tie_word_embeddings: bool | msgspec.UnsetType | None = msgspec.UNSET
     eos_token_id: int | list[int] | None = None
 
@@ -74,13 +76,11 @@ def text_settings(text: bytes) -> tuple[str, FamilySettings, int | list[int] | N
     try:
         whole = msgspec.json.decode(text, type=_Whole)
         composite = COMPOSITES[whole.model_type]
-        if composite.within:
-            given = msgspec.json.decode(text, type=dict[str, object]).get(composite.within, {})
-            whole = msgspec.convert({"model_type": whole.model_type} | _object(given, composite.within), _Whole)
+        whole = whole.thinker_config or whole
         part = whole.text_config or whole.llm_config or {}
         if not part and composite.flat:
             part = msgspec.json.decode(text, type=dict[str, object]) | {"model_type": composite.text}
-    except (msgspec.DecodeError, msgspec.ValidationError) as exc:
+    except msgspec.DecodeError as exc:
         raise ModelError(str(exc)) from exc
     family = family_of(str(part.get("model_type", composite.text)), part.get("layer_types"))
     if family not in FAMILIES | TEXT_PARTS:
@@ -90,12 +90,6 @@ def text_settings(text: bytes) -> tuple[str, FamilySettings, int | list[int] | N
         raise ModelError(f"its text part is a {family} model (text_config) with settings that no recipe has")
     settings.tie_word_embeddings = _tied(whole.tie_word_embeddings, composite.tied, settings.tie_word_embeddings)
     return family, settings, settings.eos_token_id if whole.eos_token_id is None else whole.eos_token_id
-
-
-def _object(value: object, name: str) -> dict[str, object]:
-    if not isinstance(value, dict):
-        raise ModelError(f"{name} is no object")
-    return value
 
 
 def _tied(of_whole: bool | msgspec.UnsetType | None, usual: bool | None, of_part: bool) -> bool:
