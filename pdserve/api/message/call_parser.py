@@ -88,7 +88,7 @@ class CallMarkers:
         return (*self.around, *self.inner)
 
 
-class MessageReader:
+class StateParser:
     """Takes the text of one message apart, which may call functions.
 
     Each state is a method that takes what it can of the text that waits, and returns whether it took anything or
@@ -140,7 +140,7 @@ class MessageReader:
             self._parts.call(self._shown_index, None, arguments)
 
 
-class CallParser(MessageReader, ABC):
+class CallParser(StateParser, ABC):
     """Takes the content of one message apart."""
 
     def __init__(self, markers: CallMarkers, tools: Mapping[str, ToolSchema], *, parallel: bool) -> None:

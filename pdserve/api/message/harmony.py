@@ -17,7 +17,7 @@ import enum
 import re
 from collections.abc import Callable, Mapping, Sequence
 
-from pdserve.api.message.call_parser import MAX_BLANK, MessageReader, begins, find_marker
+from pdserve.api.message.call_parser import MAX_BLANK, StateParser, begins, find_marker
 from pdserve.api.message.json_text import JsonText
 from pdserve.api.message.parts import PartsBuilder
 from pdserve.api.message.tool_schemas import ToolSchema
@@ -83,7 +83,7 @@ def begun(prompt: str) -> str:
     return f"{START}{ASSISTANT}{CHANNEL}{FINAL}{MESSAGE}" if prompt.strip() and MESSAGE not in prompt else prompt
 
 
-class HarmonyParser(MessageReader):
+class HarmonyParser(StateParser):
     """Takes one answer apart. What it has reported of a text depends on the text alone."""
 
     def __init__(
