@@ -407,23 +407,30 @@ BY_HAND = {"gemma3n", "nemotron_h_omni", "qwen2_5_omni", "qwen3_omni_moe"}
 """Models whose text part a test puts into a whole itself."""
 
 
+def put_into_whole(folder: Path, beginning: str, prefix: str, others: Sequence[str]) -> dict[str, Any]:
+    """Saves a model's tensors as those of a part of a whole, beside ``others``. Returns the settings of the part.
+
+    Names have ``prefix`` in place of their ``beginning``.
+    """
+    file = folder / "model.safetensors"
+    own = {re.sub(f"^{beginning}", prefix, name): each for name, each in load_file(file).items()}
+    save_file(own | {f"{name}.weight": torch.ones(2) for name in others}, file, metadata={"format": "pt"})
+    settings: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    return settings
+
+
 def test_the_text_part_of_a_gemma3n_is_that_of_transformers(tmp_path: Path) -> None:
     folder = save_tiny("gemma3n", tmp_path)
     wanted = reference_logits(folder, PROMPT)
-    file, path = folder / "model.safetensors", folder / "config.json"
-    tensors = {name.replace("model.", "model.language_model.", 1): each for name, each in load_file(file).items()}
-    others = (
-        "vision_tower.blocks.0.conv",
-        "audio_tower.conformer.0.norm",
-        "embed_vision.embedding",
-        "embed_audio.soft",
-    )
-    tensors |= {f"model.{name}.weight": torch.ones(2) for name in others}
-    # Files have keys of layers that read those of others, and nothing uses them.
-    tensors["model.language_model.layers.5.self_attn.k_proj.weight"] = torch.ones(20, 60)
-    save_file(tensors, file, metadata={"format": "pt"})
+    others = [
+        *("model.vision_tower.blocks.0.conv", "model.audio_tower.conformer.0.norm"),
+        *("model.embed_vision.embedding", "model.embed_audio.soft"),
+        # Files have keys of layers that read those of others, and nothing uses them.
+        "model.language_model.layers.5.self_attn.k_proj",
+    ]
+    text = put_into_whole(folder, "model.", "model.language_model.", others)
     parts = {"vision_config": {"model_type": "gemma3n_vision"}, "audio_config": {"model_type": "gemma3n_audio"}}
-    path.write_text(json.dumps({"model_type": "gemma3n", "text_config": json.loads(path.read_text())} | parts))
+    (folder / "config.json").write_text(json.dumps({"model_type": "gemma3n", "text_config": text} | parts))
     assert_logits(folder, wanted)
 
 
@@ -431,11 +438,9 @@ def test_the_text_part_of_a_nemotron_omni_is_that_of_transformers(tmp_path: Path
     """Its released files call its settings otherwise, and have other parts under names of their own."""
     folder = save_tiny("nemotron-h", tmp_path)
     wanted = reference_logits(folder, PROMPT)
-    file, path = folder / "model.safetensors", folder / "config.json"
-    tensors = {f"language_model.{name}": each for name, each in load_file(file).items()}
     others = ("mlp1.0", "vision_model.blocks.0", "sound_encoder.encoder.layers.0", "sound_projection.norm")
-    save_file(tensors | {f"{name}.weight": torch.ones(2) for name in others}, file, metadata={"format": "pt"})
-    path.write_text(json.dumps({"model_type": "nemotron_h_omni", "llm_config": json.loads(path.read_text())}))
+    text = put_into_whole(folder, "", "language_model.", others)
+    (folder / "config.json").write_text(json.dumps({"model_type": "nemotron_h_omni", "llm_config": text}))
     assert_logits(folder, wanted)
 
 
@@ -443,12 +448,10 @@ def test_the_text_part_of_a_nemotron_omni_is_that_of_transformers(tmp_path: Path
 def test_the_part_that_writes_text_may_lie_beside_one_that_speaks(tmp_path: Path, case: str) -> None:
     folder = save(case, tmp_path)
     wanted = reference(folder)
-    file, path = folder / "model.safetensors", folder / "config.json"
-    thinker = {f"thinker.{name}": each for name, each in load_file(file).items()}
     others = ("talker.model.norm", "token2wav.code2wav_dit_model.norm", "code2wav.decoder.conv")
-    save_file(thinker | {f"{name}.weight": torch.ones(2) for name in others}, file, metadata={"format": "pt"})
-    kind = CASES[case][0].removesuffix("_thinker")
-    whole = {"model_type": kind, "thinker_config": json.loads(path.read_text()), "tie_word_embeddings": True}
+    thinker = put_into_whole(folder, "", "thinker.", others)
+    path, kind = folder / "config.json", CASES[case][0].removesuffix("_thinker")
+    whole = {"model_type": kind, "thinker_config": thinker, "tie_word_embeddings": True}
     path.write_text(json.dumps(whole))
     assert_logits(folder, wanted)
     for broken in (3, {"text_config": 3}, {"text_config": {"hidden_size": "wide"}}):
